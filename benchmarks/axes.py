@@ -25,8 +25,10 @@ from rich.table import Table
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.planner.plan.plan_record import Fingerprint
-from mmcompile.planner.search.build_problem import problem_of
+from mmcompile.planner.pricing.pricing import Pricing
+from mmcompile.planner.search.build_problem import with_chains
 from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.problem import ChainPrices, Problem
 from mmcompile.planner.search.settings import SearchSpace
 from mmcompile.planner.strategies.search import searched
 
@@ -104,16 +106,22 @@ def found(model: Model) -> Iterator[Found]:
 
 
 def layout(model: Model, captured: Captured, view: str, space: SearchSpace) -> Found:
-    problem = problem_of(
-        captured.graph,
-        captured.table,
-        Cluster.parse(model.cluster),
+    pricing = Pricing(
+        table=captured.table,
+        cluster=Cluster.parse(model.cluster),
         dtype="bfloat16",
-        fingerprint=Fingerprint(model=model.name, parameters="", torch=torch.__version__, transformers=""),
+        merging=frozenset(consumer for _, consumer, _ in captured.graph.edges),
+        token_sharing=frozenset((captured.graph.loss_component,)),
         tensor_degrees={name: own.degrees for name, own in captured.tensor.items()},
         tensor_shares={name: own.layers for name, own in captured.tensor.items()},
-        space=space,
-        global_batch=model.global_batch,
+    )
+    problem = with_chains(
+        Problem(
+            prices=ChainPrices(graph=captured.graph, pricing=pricing),
+            fingerprint=Fingerprint(model=model.name, parameters="", torch=torch.__version__, transformers=""),
+            space=space,
+            global_batch=model.global_batch,
+        )
     )
     _, best = searched(problem)
     assert best is not None, f"{model.name} fits no plan on {model.cluster}"

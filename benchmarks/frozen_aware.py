@@ -33,10 +33,11 @@ from mmcompile.passes.cost.cost_table import CostTable, GrowingCost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.plan.plan_record import Fingerprint
+from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
-from mmcompile.planner.search.build_problem import problem_of
+from mmcompile.planner.search.build_problem import with_chains
 from mmcompile.planner.search.candidate import Candidate
-from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.problem import ChainPrices, Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.strategies.baselines import baseline
 from mmcompile.planner.strategies.search import searched
@@ -162,14 +163,20 @@ def row(mix: str, graph: ModelGraph, table: CostTable) -> Row:
 
 
 def problem_for(graph: ModelGraph, table: CostTable, space: SearchSpace) -> Problem:
-    return problem_of(
-        graph,
-        table,
-        Cluster.parse(CLUSTER),
+    pricing = Pricing(
+        table=table,
+        cluster=Cluster.parse(CLUSTER),
         dtype="bfloat16",
-        fingerprint=Fingerprint(model=graph.name, parameters="", torch=torch.__version__, transformers=""),
-        space=space,
-        global_batch=BATCH,
+        merging=frozenset(consumer for _, consumer, _ in graph.edges),
+        token_sharing=frozenset((graph.loss_component,)),
+    )
+    return with_chains(
+        Problem(
+            prices=ChainPrices(graph=graph, pricing=pricing),
+            fingerprint=Fingerprint(model=graph.name, parameters="", torch=torch.__version__, transformers=""),
+            space=space,
+            global_batch=BATCH,
+        )
     )
 
 

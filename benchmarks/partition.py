@@ -14,9 +14,9 @@ from rich.table import Table
 
 from mmcompile.planner.exact.rules import Cap, Demand
 from mmcompile.planner.exact.solver import BUDGET_S, Exact, solve
-from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Variant
+from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem
 from mmcompile.planner.pricing.chains import ChainLayer
-from mmcompile.planner.search.partition import PartitionLayer, Split, partition
+from mmcompile.planner.search.partition import PartitionLayer, Split, StageTables, partition
 
 NUM_LAYERS = 126
 """Of the largest dense language models published (Llama 3.1 405B)."""
@@ -63,7 +63,7 @@ def _proof(
 ) -> tuple[str, float, str, bool]:
     """Slowest stage, seconds, verdict, and whether Z3 agrees with the DP in its usual budget."""
     labels = tuple(ChainLayer(component="lm", index=index, name=f"layers.{index}") for index in range(len(layers)))
-    chain = ExactChain(name="lm", labels=labels, variants=(Variant(layers=tuple(layers)),), low=count, high=count)
+    chain = ExactChain(name="lm", labels=labels, tables=StageTables(layers=tuple(layers)), low=count, high=count)
     problem = ExactProblem(
         chains=(chain,),
         in_flight=lambda depth: min(depth + 1, NUM_MICROBATCHES),

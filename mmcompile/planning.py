@@ -29,14 +29,15 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 from mmcompile.planner.planning_passes import run_planning_passes, with_context_parallel
 from mmcompile.planner.pricing.geometries import geometries
+from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.pricing.shared_tokens import SharedTokens
 from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
-from mmcompile.planner.search.build_problem import problem_of
+from mmcompile.planner.search.build_problem import with_chains
 from mmcompile.planner.search.candidate import Candidate, Strategy
 from mmcompile.planner.search.infeasible import explain
 from mmcompile.planner.search.outcome import plan_of, sample_rates
-from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.problem import ChainPrices, Problem
 from mmcompile.planner.search.recompute_by_layer import by_layer
 from mmcompile.planner.search.settings import RECOMPUTES, SearchSpace
 from mmcompile.planner.strategies.search import AUTO, searched
@@ -247,27 +248,31 @@ def _problem(
     runnable, cp = request.global_batch is None, request.context_parallel or 1
     packed = inputs.packing is not None
     by_chain = request.tensor_parallel if isinstance(request.tensor_parallel, Mapping) else None
-    return problem_of(
-        graph,
-        _with_shared_tokens(graph, table, cp, inputs, dtype) if runnable and cp > 1 else table,
-        inputs.cluster,
+    pricing = Pricing(
+        table=_with_shared_tokens(graph, table, cp, inputs, dtype) if runnable and cp > 1 else table,
+        cluster=inputs.cluster,
         dtype=dtype,
+        merging=frozenset(consumer for _, consumer, _ in graph.edges),
+        token_sharing=frozenset((graph.loss_component,)),
+        kinds={} if inputs.calibration is None else layer_kinds(graph),
+        calibration=inputs.calibration,
+        given_cp=cp if runnable else 1,
+        tensor_degrees={name: found.degrees for name, found in axes.items()},
+        tensor_shares={name: found.layers for name, found in axes.items()},
+    )
+    workload = None if runnable else Workload.of(graph, table, batch, inputs.stats, packed=packed)
+    problem = Problem(
+        prices=ChainPrices(graph=graph, pricing=pricing, workload=workload),
         fingerprint=fingerprint,
         stages={**decided_stages(inputs.constraints), **(request.stages or {})},
         replicas=_replicas(graph, request),
-        tensor_parallel=by_chain,
-        tensor_degrees={name: found.degrees for name, found in axes.items()},
-        tensor_shares={name: found.layers for name, found in axes.items()},
+        tensor_parallel=by_chain or {},
         fsdp=_fsdp(graph, request),
-        projector=request.projector,
         entries=_entries(graph),
-        shards=cp if runnable else 1,
         space=space,
         global_batch=request.global_batch,
-        workload=None if runnable else Workload.of(graph, table, batch, inputs.stats, packed=packed),
-        kinds=None if inputs.calibration is None else layer_kinds(graph),
-        calibration=inputs.calibration,
     )
+    return with_chains(problem, request.projector)
 
 
 def _proven(
@@ -279,9 +284,9 @@ def _proven(
     # Z3 is a large library, and workers need none.
     from mmcompile.planner.exact.constrained import constrained
 
-    outcome = constrained(search, inputs.constraints, budget_s=request.solver_seconds or SOLVER_SECONDS)
+    found = constrained(search, inputs.constraints, budget_s=request.solver_seconds or SOLVER_SECONDS)
     clock.done("proof")
-    return outcome.best, outcome.notes
+    return found
 
 
 def _relaxed(

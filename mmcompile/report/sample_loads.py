@@ -80,9 +80,9 @@ def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> ND
                 mode = stage.modes.get((part.component, layer), "none")
                 layers.setdefault((part.component, mode), []).append(layer)
     each = [
-        pricing.durations(name, *loads[name], LayerSharding(tp=chain.tp, cp=chain.cp, recompute=mode))[own].sum(
-            axis=(0, 2)
-        )
+        pricing.group_durations(name, *loads[name], LayerSharding(tp=chain.tp, cp=chain.cp, recompute=mode))[
+            pricing.groups(name)[own]
+        ].sum(axis=(0, 2))
         for (name, mode), own in layers.items()
     ]
     return np.sum(each, axis=0)

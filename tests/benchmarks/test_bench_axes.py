@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from support.paths import BENCHMARKS
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, vision_language
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, SearchSpace, Setting
 

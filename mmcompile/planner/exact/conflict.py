@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.exact.rules import Cap, Count, Demand, SameTp, Unsatisfiable
+from mmcompile.planner.exact.rules import Cap, Count, Demand, Unsatisfiable
 from mmcompile.planner.exact.seed import least_tails, narrowed, seed
 from mmcompile.planner.exact.solver_model import Model
 from mmcompile.planner.exact.split_problem import ExactProblem, sharing, slowest_ps
@@ -43,12 +43,8 @@ class Conflict:
 def conflict(problem: ExactProblem, budget_s: float) -> Conflict:
     """Return a smallest set of demands that no split meets, for a problem that has no split.
 
-    Args:
-        problem: problem without any split.
-        budget_s: seconds that the search may take.
-
     Raises:
-        PlanError: the time was up before the conflict was found.
+        PlanError: `budget_s` seconds were up before the conflict was found.
     """
     # Who shares ranks with whom is said for one number of stages.
     wide = problem if sharing(problem) and narrowed(problem) is not None else _widened(problem)
@@ -90,9 +86,6 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
             return f"{chain.name} has {counted(chain.num_layers, 'layer')}, and a stage has at least one"
         case Cap() as rule:
             return _too_big(problem, rule)
-        case SameTp() as rule:
-            chains = [problem.chains[index] for index in rule.chains]
-            return ", ".join(f"{own.name} has tp {' or '.join(str(v.tp) for v in own.variants)}" for own in chains)
         case _:
             return ""
 
@@ -101,8 +94,7 @@ def _too_big(problem: ExactProblem, cap: Cap) -> str:
     """Return text about the layer, nearest to the loss, that alone needs more than a cap; "" if there is no such layer."""
     least = least_tails(problem)
     for index, chain in enumerate(problem.chains):
-        alone = [variant.needs(problem.in_flight(least[index])).diagonal(1) for variant in chain.variants]
-        needed = np.min(alone, axis=0)
+        needed = chain.tables.needs(problem.in_flight(least[index])).diagonal(1)
         layer = int(np.argmax(needed))
         if cap.chain in (None, index) and needed[layer] > cap.num_bytes:
             label = chain.labels[layer]

@@ -9,19 +9,18 @@ anew over the devices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.planner.exact.conflict import Conflict
 from mmcompile.planner.exact.demands import demands
 from mmcompile.planner.exact.seed import narrowed, seed
 from mmcompile.planner.exact.solver import BUDGET_S, Exact, solve
-from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Feed, Splits, Variant, broken
+from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Splits, broken
 from mmcompile.planner.plan.constraints import Constraint
 from mmcompile.planner.schedule.schedule import in_flight
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, assemble
-from mmcompile.planner.search.partition import Split
+from mmcompile.planner.search.partition import Split, StageTables
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_seconds
 
@@ -31,24 +30,15 @@ _MAX_ANEW = 4
 """Most candidates whose stage counts are chosen again when no candidate's counts can meet the constraints."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConstrainedResult:
-    """Result of planning under constraints: the fastest candidate that meets them, and the certificate of its cuts."""
-
-    best: Candidate
-    exact: Exact
-    notes: tuple[str, ...]
-    """Lines for `Plan.notes`: the demands, their cost in time, and the certificate of the cuts."""
+Result = tuple[Candidate, tuple[str, ...]]
+"""Fastest candidate that meets constraints, and lines for `Plan.notes`: demands, their cost in time, certificate of the cuts."""
 
 
-def constrained(
-    engine: BranchAndBound, constraints: Sequence[Constraint], *, budget_s: float = BUDGET_S
-) -> ConstrainedResult:
-    """Find the fastest candidate that meets the constraints.
+def constrained(engine: BranchAndBound, constraints: Sequence[Constraint], *, budget_s: float = BUDGET_S) -> Result:
+    """Find the fastest candidate that meets the constraints of a user, and notes on it.
 
     Args:
         engine: search that has finished. Afterwards its `judged` holds only candidates that meet the constraints.
-        constraints: constraints of the user.
         budget_s: seconds that Z3 may take for each of a few questions.
 
     Raises:
@@ -72,8 +62,7 @@ def constrained(
     assert isinstance(exact, Exact), "a candidate meets the demands"
     engine.judge([_recut(best, exact.splits)], best.strategy)
     best = min(best, engine.judged[-1], key=lambda judged: judged.iteration_s)
-    notes = (*_asked(constraints), *_price(found[0], best), f"cuts, with these stage counts: {exact.text}")
-    return ConstrainedResult(best=best, exact=exact, notes=notes)
+    return best, (*_notes(constraints, found[0], best), f"cuts, with these stage counts: {exact.text}")
 
 
 def exact_problem(
@@ -82,15 +71,13 @@ def exact_problem(
     """Return the splitting problem of a candidate, its degrees and setting fixed.
 
     Args:
-        candidate: candidate whose chains are split.
-        constraints: constraints of the user.
         devices: number of devices for all stages together, with free stage counts; None keeps the candidate's counts and ranks.
 
     Raises:
         ConfigError: a constraint names a chain, layer or rank that does not exist, or has no effect.
     """
-    chains = [_chain(candidate, index, devices) for index in range(len(candidate.degrees))]
     setting = candidate.setting
+    chains = [_chain(candidate, index, devices) for index in range(len(candidate.degrees))]
     return ExactProblem(
         chains=tuple(chains),
         in_flight=lambda depth: in_flight(setting.schedule, depth, setting.num_microbatches),
@@ -116,24 +103,17 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
     problem, setting = candidate.problem, candidate.setting
     spec, degrees, count = candidate.chains.chains[index], candidate.degrees[index], candidate.counts[index]
     priced = problem.prices.priced(spec, degrees, setting)
-    splitter = Splitter(problem=problem)
-    variant = Variant(
-        layers=tuple(splitter.layers(priced, degrees)),
-        tp=degrees.tp,
-        devices=degrees.ranks,
-    )
+    layers = Splitter(problem=problem).layers(priced, degrees)
     most = count if devices is None else max(1, min(len(spec.layers), devices // degrees.ranks))
     return ExactChain(
         name=spec.name,
         labels=spec.layers,
-        variants=(variant,),
+        tables=StageTables(layers=tuple(layers)),
+        tp=degrees.tp,
+        devices=degrees.ranks,
         low=1 if devices is not None else count,
         high=most,
-        feeds=tuple(
-            Feed(target=edge.target, entry=edge.target_layer)
-            for edge in candidate.chains.edges
-            if edge.source == index != edge.target
-        ),
+        feeds=tuple(edge for edge in candidate.chains.edges if edge.source == index != edge.target),
         ranks=tuple(stage.ranks for stage in candidate.stages if stage.chain == index) if devices is None else (),
     )
 
@@ -167,7 +147,7 @@ def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candi
 
 def _anew(
     engine: BranchAndBound, found: Sequence[Candidate], constraints: Sequence[Constraint], budget_s: float
-) -> ConstrainedResult:
+) -> Result:
     """Return the result for the first candidate that can meet the constraints once its stage counts are chosen anew.
 
     Raises:
@@ -187,13 +167,11 @@ def _anew(
             if count != split.num_stages
         )
         best = engine.judged[-1]
-        notes = (
-            *_asked(constraints),
-            *_price(found[0], best),
+        return best, (
+            *_notes(constraints, found[0], best),
             f"stage counts changed to meet the constraints: {changed}",
             f"cuts, over {devices} devices: {exact.text}",
         )
-        return ConstrainedResult(best=best, exact=exact, notes=notes)
     raise PlanError(conflicts[0].text)
 
 
@@ -220,12 +198,9 @@ def _recut(candidate: Candidate, splits: Splits, *, keep_ranks: bool = True) -> 
     )
 
 
-def _asked(constraints: Sequence[Constraint]) -> Iterator[str]:
+def _notes(constraints: Sequence[Constraint], free: Candidate, best: Candidate) -> Iterator[str]:
     for constraint in constraints:
         yield f"constraint: {constraint.words}"
-
-
-def _price(free: Candidate, best: Candidate) -> Iterator[str]:
     if best.iteration_s > free.iteration_s:
         share = best.iteration_s / free.iteration_s - 1
         yield f"the constraints cost {share:.1%}: without them a step takes {format_seconds(free.iteration_s)}"

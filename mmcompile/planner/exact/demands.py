@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mmcompile.errors import ConfigError
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, SameTp, Unsatisfiable
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, Constraint, EqualTp, MemoryCap, On, StageRange, Together
 from mmcompile.planner.plan.stage_rows import counted
@@ -24,8 +24,6 @@ def demands(
     """Return all demands on a split: those of the user first, then those of the devices and of the layout.
 
     Args:
-        constraints: constraints of the user.
-        chains: chains to be split.
         memory_bytes: memory of a device; None for no limit.
         counts: number of stages of each chain if the layout decides it, else None.
         devices: largest number of devices of all stages together; None for no limit.
@@ -66,13 +64,10 @@ def _rules(
             yield Count(chain=chain, low=constraint.low, high=high)
         case EqualTp():
             components = constraint.components
-            named = (
-                {find(name, _layers(chains), where=where).chain for name in components}
-                if components
-                else set(range(len(chains)))
-            )
-            if len(named) > 1:
-                yield SameTp(chains=tuple(sorted(named)))
+            numbers = {find(name, _layers(chains), where=where).chain for name in components} or range(len(chains))
+            named = [chains[number] for number in sorted(numbers)]
+            if len({chain.tp for chain in named}) > 1:
+                yield Unsatisfiable(why=", ".join(f"{chain.name} has tp {chain.tp}" for chain in named))
 
 
 def _together(where: str, constraint: Together, chains: Sequence[ExactChain]) -> Rule:

@@ -1,4 +1,4 @@
-"""Boundaries, stage count and degrees of one chain as Z3 Booleans."""
+"""Boundaries and stage count of one chain as Z3 Booleans."""
 
 from __future__ import annotations
 
@@ -35,20 +35,17 @@ class ChainLiterals:
     most: int
     """Largest number of stages of the chain; boundary `most` from the end is always 0."""
     boundaries: tuple[tuple[z3.BoolRef, ...], ...]
-    variants: tuple[Bit, ...]
 
     @classmethod
     def of(cls, add: Callable[..., None], index: int, chain: ExactChain) -> ChainLiterals:
         """Return the literals of a chain, with the clauses that order its boundaries."""
         count, most = chain.num_layers, min(chain.high, chain.num_layers)
-        one_of = [z3.Bool(f"variant{index}_{number}") for number in range(len(chain.variants))]
         found = cls(
             add=add,
             index=index,
             num_layers=count,
             most=most,
             boundaries=tuple(tuple(z3.Bool(f"x{index}_{k}_{i}") for i in range(count)) for k in range(most)),
-            variants=tuple(one_of) if len(one_of) > 1 else (True,),
         )
         found._order(chain.low)
         return found
@@ -60,10 +57,6 @@ class ChainLiterals:
                 # Each stage has a layer, until the beginning is reached.
                 self.add(negated(self.at_most(k - 1, i + 1)), self.at_most(k, i))
         self.add(negated(self.fewer_than(low)))
-        self.add(*self.variants)
-        for number, variant in enumerate(self.variants):
-            for other in self.variants[:number]:
-                self.add(negated(variant), negated(other))
 
     def at_most(self, k: int, i: int) -> Bit:
         """Return the literal that the k-th boundary from the end is at most layer i."""
@@ -77,12 +70,7 @@ class ChainLiterals:
 
     def between(self, k: int, first: int, last: int) -> Bit:
         """Return the literal that the k-th boundary from the end lies after layer `first`, up to and including `last`."""
-        after, until = negated(self.at_most(k, first)), self.at_most(k, last)
-        if isinstance(after, bool):
-            return after and until
-        if isinstance(until, bool):
-            return until and after
-        return cast(z3.BoolRef, z3.And(after, until))
+        return _both(negated(self.at_most(k, first)), self.at_most(k, last))
 
     def fewer_than(self, count: int) -> Bit:
         """Return the literal that there are fewer stages than `count`."""
@@ -90,19 +78,7 @@ class ChainLiterals:
 
     def is_count(self, count: int) -> Bit:
         """Return the literal that the chain has exactly `count` stages."""
-        return self.between(count - 1, 0, self.num_layers) if count >= self.most else self._is_count(count)
-
-    def _is_count(self, count: int) -> Bit:
-        done, before = self.at_most(count, 0), self.at_most(count - 1, 0)
-        return done if before is False else cast(z3.BoolRef, z3.And(done, negated(before)))
-
-    def is_(self, variant: int) -> Bit:
-        """Return the literal that is true if the chain's degrees are those of `variants[variant]` of the problem."""
-        return self.variants[variant]
-
-    def is_not(self, variant: int) -> Bit:
-        """Return the literal that is true if the chain's degrees are not those of `variants[variant]` of the problem."""
-        return negated(self.variants[variant])
+        return _both(self.at_most(count, 0), negated(self.fewer_than(count)))
 
     def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:
         """Add clauses: no layer range that is True in `bad` is the k-th stage from the end, unless one of `unless` holds."""
@@ -151,8 +127,15 @@ class ChainLiterals:
         while boundaries[0] > 0:
             k += 1
             boundaries.insert(0, next(i for i in range(self.num_layers) if _true(model, self.at_most(k, i))))
-        variant = next(number for number, bit in enumerate(self.variants) if _true(model, bit))
-        return Split(boundaries=tuple(boundaries), variant=variant)
+        return Split(boundaries=tuple(boundaries))
+
+
+def _both(one: Bit, other: Bit) -> Bit:
+    if isinstance(one, bool):
+        return one and other
+    if isinstance(other, bool):
+        return other and one
+    return cast(z3.BoolRef, z3.And(one, other))
 
 
 def _true(model: z3.ModelRef, bit: Bit) -> bool:

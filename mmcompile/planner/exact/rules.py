@@ -45,13 +45,6 @@ class Count:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SameTp:
-    """Rule that the chains with the given indices have the same tensor-parallel degree."""
-
-    chains: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
     """Rule that limits the number of devices of all stages together."""
 
@@ -65,7 +58,7 @@ class Unsatisfiable:
     why: str
 
 
-Rule = Cuts | InStage | Cap | Count | SameTp | Devices | Unsatisfiable
+Rule = Cuts | InStage | Cap | Count | Devices | Unsatisfiable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

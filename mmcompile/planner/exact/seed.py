@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
-from math import prod
 
 import numpy as np
 
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, SameTp, Unsatisfiable
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, covers, slowest_ps, tails
 from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
-_MAX_COMBINATIONS = 256
-"""Largest number of combinations of the chains' degrees that are tried."""
 _MAX_REALISED = 32
 """Largest number of target times whose stage counts are tried with the real distances to the loss."""
 
@@ -29,25 +25,19 @@ def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
 
     Returns:
         Splits that meet every demand, or None if the DP found none, although one may exist; and a lower bound of the slowest
-        stage in picoseconds, INFINITE if no split exists, 0 if there are too many degrees to bound.
+        stage in picoseconds, INFINITE if no split exists.
     """
-    dp = _ChainSplits(problem)
-    bound_ps, best = INFINITE, None
-    for variants in _variants(problem):
-        targets = list(_targets(problem, dp, variants))
-        if not targets:
-            continue
-        bound_ps = min(bound_ps, targets[0][0])
-        for target_ps, counts in targets[:_MAX_REALISED]:
-            if best is not None and slowest_ps(problem, best) <= target_ps:
-                break
-            found = _realise(problem, dp, variants, counts)
-            if found is not None and (best is None or slowest_ps(problem, found) < slowest_ps(problem, best)):
-                best = found
     if any(isinstance(demand.rule, Unsatisfiable) for demand in problem.demands):
         return None, INFINITE
-    listed = prod(len(chain.variants) for chain in problem.chains) <= _MAX_COMBINATIONS
-    return best, bound_ps if listed else 0
+    dp, best = _ChainSplits(problem), None
+    targets = list(_targets(problem, dp))
+    for target_ps, counts in targets[:_MAX_REALISED]:
+        if best is not None and slowest_ps(problem, best) <= target_ps:
+            break
+        found = _realise(problem, dp, counts)
+        if found is not None and (best is None or slowest_ps(problem, found) < slowest_ps(problem, best)):
+            best = found
+    return best, targets[0][0] if targets else INFINITE
 
 
 def _counts_allowed(problem: ExactProblem, chain: int) -> range:
@@ -74,7 +64,7 @@ def least_tails(problem: ExactProblem) -> list[int]:
     least = [0] * len(problem.chains)
     for index in reversed(range(len(least))):
         for feed in problem.chains[index].feeds:
-            below = max(1, problem.chains[feed.target].low) if feed.entry == 0 else 1
+            below = max(1, problem.chains[feed.target].low) if feed.target_layer == 0 else 1
             least[index] = max(least[index], least[feed.target] + below)
     return least
 
@@ -84,45 +74,42 @@ class _ChainSplits:
     """Optimal splits of single chains for each tail (number of stages to the loss), computed once and kept."""
 
     problem: ExactProblem
-    known: dict[tuple[int, int, int], dict[int, Split]] = field(default_factory=dict)
+    known: dict[tuple[int, int], dict[int, Split]] = field(default_factory=dict)
 
-    def splits(self, chain: int, variant: int, tail: int) -> dict[int, Split]:
+    def splits(self, chain: int, tail: int) -> dict[int, Split]:
         """Return number of stages -> optimal split of a chain into so many stages, for every number for which one exists."""
-        key = (chain, variant, tail)
+        key = (chain, tail)
         if key not in self.known:
             counts = _counts_allowed(self.problem, chain)
             if not counts or counts.stop <= 1:
-                self.known[key] = {}
+                found = {}
             elif _depends_on_position(self.problem, chain):
-                found = [(count, self._chain(chain, variant, tail, count)) for count in counts]
-                self.known[key] = {count: splits[count] for count, splits in found if count in splits}
+                found = {count: self._chain(chain, tail, count) for count in counts}
             else:
-                splits = self._chain(chain, variant, tail, counts[-1])
-                self.known[key] = {count: splits[count] for count in counts if count in splits}
+                found = dict.fromkeys(counts, self._chain(chain, tail, counts[-1]))
+            self.known[key] = {count: splits[count] for count, splits in found.items() if count in splits}
         return self.known[key]
 
-    def _chain(self, chain: int, variant: int, tail: int, count: int) -> dict[int, Split]:
+    def _chain(self, chain: int, tail: int, count: int) -> dict[int, Split]:
         """Return splits into 1 to `count` stages; demands on positions are applied as if there were exactly `count` stages."""
-        costs = (_cost(self.problem, chain, variant, tail, k, count) for k in range(1, count + 1))
+        costs = (_cost(self.problem, chain, tail, k, count) for k in range(1, count + 1))
         found = enumerate(cheapest_splits(costs), start=1)
-        return {k: replace(split, variant=variant) for k, split in found if split is not None}
+        return {k: split for k, split in found if split is not None}
 
 
 def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
-    rules = [demand.rule for demand in problem.demands]
     return any(
-        (isinstance(rule, InStage) and rule.chain == chain)
-        or (isinstance(rule, Cap) and rule.stage is not None and rule.chain == chain)
-        for rule in rules
+        isinstance(rule, InStage | Cap) and rule.chain == chain and rule.stage is not None
+        for rule in (demand.rule for demand in problem.demands)
     )
 
 
-def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, count: int) -> Table:
+def _cost(problem: ExactProblem, chain: int, tail: int, k: int, count: int) -> Table:
     """Return the picoseconds of every stage as the k-th from the end of `count` stages, [N+1, N+1].
 
     Entry [i, j] is for the stage of layers i..j-1; INFINITE if the memory or a demand forbids it.
     """
-    own = problem.chains[chain].variants[variant]
+    own = problem.chains[chain].tables
     start, end = np.arange(len(own.times))[:, None], np.arange(len(own.times))[None, :]
     bad = np.zeros(own.times.shape, dtype=bool)
     for rule in (demand.rule for demand in problem.demands):
@@ -142,44 +129,26 @@ def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, co
     return np.where(bad, INFINITE, own.times)
 
 
-def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
-    """Yield, for all combinations of the chains' degrees that meet demands for equal tp, the index of each chain's degrees."""
-    same = [demand.rule.chains for demand in problem.demands if isinstance(demand.rule, SameTp)]
-    choices = product(*(range(len(chain.variants)) for chain in problem.chains))
-    for number, chosen in enumerate(choices):
-        if number == _MAX_COMBINATIONS:
-            return
-        degrees = [chain.variants[variant].tp for chain, variant in zip(problem.chains, chosen, strict=True)]
-        if all(len({degrees[chain] for chain in chains}) == 1 for chains in same):
-            yield chosen
-
-
-def _targets(
-    problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...]
-) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _targets(problem: ExactProblem, dp: _ChainSplits) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield (target time in ps, ascending; fewest stages of each chain that meet it) where these stages fit the devices."""
-    least = least_tails(problem)
-    options = [dp.splits(chain, variant, least[chain]) for chain, variant in enumerate(variants)]
+    options = [dp.splits(chain, tail) for chain, tail in enumerate(least_tails(problem))]
     if not all(options):
         return
-    widths = [chain.variants[variant].devices for chain, variant in zip(problem.chains, variants, strict=True)]
     budgets = [demand.rule.most for demand in problem.demands if isinstance(demand.rule, Devices)]
     times = [{count: split.bottleneck_ps for count, split in splits.items()} for splits in options]
     floor_ps = max(min(own.values()) for own in times)
     for target_ps in sorted({value for own in times for value in own.values() if value >= floor_ps}):
         counts = tuple(min(count for count, value in own.items() if value <= target_ps) for own in times)
-        needed = sum(count * width for count, width in zip(counts, widths, strict=True))
+        needed = sum(count * chain.devices for count, chain in zip(counts, problem.chains, strict=True))
         if all(needed <= budget for budget in budgets):
             yield target_ps, counts
 
 
-def _realise(
-    problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...], counts: tuple[int, ...]
-) -> Splits | None:
+def _realise(problem: ExactProblem, dp: _ChainSplits, counts: tuple[int, ...]) -> Splits | None:
     """Return splits with given stage counts and the real distances to the loss; None if they do not meet a demand."""
     splits = [Split(boundaries=(0, chain.num_layers)) for chain in problem.chains]
     for chain in reversed(range(len(splits))):
-        options = dp.splits(chain, variants[chain], tails(problem, tuple(splits))[chain])
+        options = dp.splits(chain, tails(problem, tuple(splits))[chain])
         if counts[chain] not in options:
             return None
         splits[chain] = options[counts[chain]]

@@ -70,7 +70,6 @@ def solve(
     """Return the split whose slowest stage is as fast as possible; with that time kept, each chain's slowest stage too.
 
     Args:
-        problem: chains to split, with demands.
         budget_s: seconds, after which the best split and bound known are returned.
         start: known split to improve, besides that of the DP.
         seeded: False to start Z3 without the DP's split and bound.
@@ -85,14 +84,16 @@ def solve(
     tight = narrowed(problem)
     if tight is None:
         return conflict(problem, budget_s)
-    run = _Minimisation(problem=tight, deadline=time.monotonic() + budget_s, bound_ps=_biggest_layer_ps(tight))
+    # The slowest single layer is a lower bound of every split.
+    bound_ps = max(int(chain.tables.times.diagonal(1).max()) for chain in tight.chains)
+    run = _Minimisation(problem=tight, deadline=time.monotonic() + budget_s, bound_ps=bound_ps)
     if seeded:
         run.best, bound_ps = seed(tight)
         if bound_ps == INFINITE:
             return conflict(problem, budget_s)
         run.bound_ps = max(run.bound_ps, bound_ps)
-    if start is not None and not broken(problem, start):
-        run.consider(start)
+    if start is not None and not broken(problem, start) and slowest_ps(tight, start) < run.best_ps:
+        run.best = start
     try:
         run.search()
     except TimeoutError:
@@ -126,10 +127,6 @@ class _Minimisation:
     @property
     def best_ps(self) -> int:
         return INFINITE if self.best is None else slowest_ps(self.problem, self.best)
-
-    def consider(self, splits: Splits) -> None:
-        if slowest_ps(self.problem, splits) < self.best_ps:
-            self.best = splits
 
     def search(self) -> None:
         """Minimise the slowest stage of all chains, then each chain's slowest stage.
@@ -204,12 +201,6 @@ class _Minimisation:
 def _values(problem: ExactProblem) -> list[int]:
     if sharing(problem):
         return []
-    tables = [variant.times for chain in problem.chains for variant in chain.variants]
+    tables = [chain.tables.times for chain in problem.chains]
     found = np.unique(np.concatenate([table[table != INFINITE] for table in tables]))
     return found.tolist()
-
-
-def _biggest_layer_ps(problem: ExactProblem) -> int:
-    """Return the picoseconds of the slowest single layer under its best degrees, a lower bound of every split."""
-    tables = [[variant.times.diagonal(1) for variant in chain.variants] for chain in problem.chains]
-    return max(int(np.min(own, axis=0).max()) for own in tables)

@@ -18,7 +18,7 @@ from typing import Literal, cast
 import z3
 
 from mmcompile.planner.exact.literals import Bit, ChainLiterals, negated
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Rule, SameTp, Unsatisfiable
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Rule, Unsatisfiable
 from mmcompile.planner.exact.seed import least_tails
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, sharing
 
@@ -29,12 +29,8 @@ class Model:
     def __init__(self, problem: ExactProblem, deadline: float) -> None:
         """Make the solver with the clauses of the problem.
 
-        Args:
-            problem: chains to split, with demands.
-            deadline: latest time, on the clock of `time.monotonic`.
-
         Raises:
-            TimeoutError: the deadline passes while the clauses are made.
+            TimeoutError: the deadline, on the clock of `time.monotonic`, passes while the clauses are made.
         """
         self._problem = problem
         self._deadline = deadline
@@ -68,9 +64,8 @@ class Model:
         self._solver.push()
         try:
             for chain, limit_ps in zip(self._chains, limits, strict=True):
-                for variant, own in enumerate(self._problem.chains[chain.index].variants):
-                    for k in range(1, chain.most + 1):
-                        chain.forbid(k, own.times > limit_ps, (chain.is_not(variant),))
+                for k in range(1, chain.most + 1):
+                    chain.forbid(k, self._problem.chains[chain.index].tables.times > limit_ps, ())
             for busy in self._busy:
                 self._solver.add(busy <= max(limits))
             return self._splits() if self._check(self._asked) == z3.sat else None
@@ -127,7 +122,7 @@ class Model:
                 # The entry layer is in the q-th stage from the end, or further off, unless boundary q-1 is before it.
                 for q in range(1, target.most + 1):
                     for d, literal in enumerate(above):
-                        self.add(own[d + q], negated(literal), target.at_most(q - 1, feed.entry))
+                        self.add(own[d + q], negated(literal), target.at_most(q - 1, feed.target_layer))
             found[index] = own
         return found
 
@@ -149,8 +144,6 @@ class Model:
                 chain = self._chains[rule.chain]
                 self.add(off, negated(chain.fewer_than(rule.low)))
                 self.add(off, chain.fewer_than(rule.high + 1))
-            case SameTp():
-                self._same_tp(off, rule)
             case Devices():
                 self._devices(off, rule)
             case Unsatisfiable():
@@ -183,35 +176,24 @@ class Model:
                 self._solver.add(z3.Or(off, total <= rule.num_bytes))
 
     def _cap_stage(self, chain: ChainLiterals, k: int, num_bytes: int, guards: tuple[Bit, ...]) -> None:
-        for variant, own in enumerate(self._problem.chains[chain.index].variants):
-            held = -1
-            for tail, literal in enumerate(self._tails[chain.index]):
-                in_flight = self._problem.in_flight(tail + k - 1)
-                longer = self._tails[chain.index][tail + 1 : tail + 2]
-                # A longer tail holds no less: of two that hold the same the shorter is enough, and where the longer is
-                # sure the shorter is no matter.
-                if in_flight != held and not any(bit is True for bit in longer):
-                    chain.forbid(
-                        k, own.needs(in_flight) > num_bytes, (*guards, chain.is_not(variant), negated(literal))
-                    )
-                    held = in_flight
-
-    def _same_tp(self, off: Bit, rule: SameTp) -> None:
-        first, *others = rule.chains
-        for variant, own in enumerate(self._problem.chains[first].variants):
-            for other in others:
-                peers = self._problem.chains[other].variants
-                same = [self._chains[other].is_(peer) for peer, found in enumerate(peers) if found.tp == own.tp]
-                self.add(off, self._chains[first].is_not(variant), *same)
+        held = -1
+        for tail, literal in enumerate(self._tails[chain.index]):
+            in_flight = self._problem.in_flight(tail + k - 1)
+            longer = self._tails[chain.index][tail + 1 : tail + 2]
+            # A longer tail holds no less: of two that hold the same the shorter is enough, and where the longer is
+            # sure the shorter is no matter.
+            if in_flight != held and not any(bit is True for bit in longer):
+                needs = self._problem.chains[chain.index].tables.needs(in_flight)
+                chain.forbid(k, needs > num_bytes, (*guards, negated(literal)))
+                held = in_flight
 
     def _devices(self, off: Bit, rule: Devices) -> None:
         terms: list[tuple[z3.BoolRef, int]] = []
         for chain in self._chains:
-            for variant, own in enumerate(self._problem.chains[chain.index].variants):
-                for k in range(1, chain.most + 1):
-                    used = z3.Bool(f"used{chain.index}_{variant}_{k}")
-                    self.add(used, chain.is_not(variant), chain.fewer_than(k))
-                    terms.append((used, own.devices))
+            for k in range(1, chain.most + 1):
+                used = z3.Bool(f"used{chain.index}_{k}")
+                self.add(used, chain.fewer_than(k))
+                terms.append((used, self._problem.chains[chain.index].devices))
         self._solver.add(z3.Or(off, z3.PbLe(terms, rule.most)))
 
     def _measured(self, chain: int, stage: int, what: Literal["picoseconds", "bytes"]) -> z3.ArithRef:
@@ -219,7 +201,7 @@ class Model:
         key = f"{what}{chain}_{stage}"
         if key not in self._measures:
             total = self._measures[key] = z3.Real(key)
-            literals, own = self._chains[chain], self._problem.chains[chain].variants[0]
+            literals, own = self._chains[chain], self._problem.chains[chain].tables
             k = literals.most - stage
             if what == "picoseconds":
                 self._solver.add(total >= literals.value(k - 1, own.ends) - literals.value(k, own.begins))

@@ -15,41 +15,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, SameTp
-from mmcompile.planner.pricing.chains import ChainLayer
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule
+from mmcompile.planner.pricing.chains import ChainEdge, ChainLayer
 from mmcompile.planner.search.partition import Split, StageTables
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant(StageTables):
-    """Time and memory tables of a chain's layers under one set of parallel degrees."""
-
-    tp: int = 1
-    devices: int = 1
-    """Number of devices of one stage: tp * cp * dp."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Feed:
-    """Edge to a later chain: the chain's output enters before layer `entry` of chain `target`."""
-
-    target: int
-    entry: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExactChain:
-    """Chain of layers to split, with the degrees and stage counts that it may have."""
+    """Chain of layers to split, with the stage counts that it may have; its parallel degrees are decided."""
 
     name: str
     labels: tuple[ChainLayer, ...]
-    variants: tuple[Variant, ...]
-    """Tables of each set of degrees to choose from; one entry if the degrees are decided."""
+    tables: StageTables
+    """Time and memory of every stage that the layers could make."""
+    tp: int = 1
+    devices: int = 1
+    """Number of devices of one stage: tp * cp * dp."""
     low: int
     """Smallest allowed number of stages."""
     high: int
     """Largest allowed number of stages."""
-    feeds: tuple[Feed, ...] = ()
+    feeds: tuple[ChainEdge, ...] = ()
     """Edges to later chains; empty for the chain that ends in the loss."""
     ranks: tuple[tuple[int, ...], ...] = ()
     """Ranks of each stage, first to last, if the number of stages is decided (`low == high`); else empty.
@@ -88,7 +74,7 @@ def tails(problem: ExactProblem, splits: Splits) -> list[int]:
     for index in reversed(range(len(splits))):
         for feed in problem.chains[index].feeds:
             target = splits[feed.target]
-            below = sum(end > feed.entry for end in target.boundaries[1:])
+            below = sum(end > feed.target_layer for end in target.boundaries[1:])
             found[index] = max(found[index], found[feed.target] + below)
     return found
 
@@ -97,21 +83,16 @@ def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
     """Return the peak bytes of every stage: entry [c][s] is stage s of chain c, counted from its first."""
     used: list[list[int]] = []
     for chain, split, tail in zip(problem.chains, splits, tails(problem, splits), strict=True):
-        variant, count = chain.variants[split.variant], split.num_stages
-        depths = (tail + count - 1 - stage for stage in range(count))
-        used.append(
-            [
-                int(variant.needs(problem.in_flight(depth))[ends])
-                for depth, ends in zip(depths, split.ranges, strict=True)
-            ]
-        )
+        depths = reversed(range(tail, tail + split.num_stages))
+        needs = (chain.tables.needs(problem.in_flight(depth)) for depth in depths)
+        used.append([int(table[ends]) for table, ends in zip(needs, split.ranges, strict=True)])
     return used
 
 
 def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
     """Return the picoseconds of every stage for one microbatch: entry [c][s] is stage s of chain c, counted from its first."""
     return [
-        [int(chain.variants[split.variant].times[ends]) for ends in split.ranges]
+        [int(chain.tables.times[ends]) for ends in split.ranges]
         for chain, split in zip(problem.chains, splits, strict=True)
     ]
 
@@ -149,10 +130,9 @@ def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
             return all(used <= rule.num_bytes for used in _capped(problem, splits, rule))
         case Count():
             return rule.low <= splits[rule.chain].num_stages <= rule.high
-        case SameTp():
-            return len({problem.chains[c].variants[splits[c].variant].tp for c in rule.chains}) == 1
         case Devices():
-            return _num_devices(problem, splits) <= rule.most
+            pairs = zip(problem.chains, splits, strict=True)
+            return sum(chain.devices * split.num_stages for chain, split in pairs) <= rule.most
     return False
 
 
@@ -167,10 +147,3 @@ def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
 def covers(rule: Cap, chain: int, stage: int) -> bool:
     """Return whether a cap applies to a stage, counted from 0."""
     return rule.chain in (None, chain) and rule.stage in (None, stage)
-
-
-def _num_devices(problem: ExactProblem, splits: Splits) -> int:
-    return sum(
-        chain.variants[split.variant].devices * split.num_stages
-        for chain, split in zip(problem.chains, splits, strict=True)
-    )

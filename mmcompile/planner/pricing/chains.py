@@ -34,6 +34,11 @@ class ChainSpec:
     components: tuple[str, ...]
     layers: tuple[ChainLayer, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names by which a request may mean the chain: its own, and those of its components."""
+        return (self.name, *self.components)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainEdge:
@@ -79,16 +84,14 @@ def chain_sets(
         ConfigError: `projector` is given for a model without projectors, or is not one of the placements.
     """
     _check(graph, costs, projector)
-    kinds = {component.name: component.kind for component in graph.components}
-    has_projector = ComponentKind.PROJECTOR in kinds.values()
+    has_projector = any(component.kind is ComponentKind.PROJECTOR for component in graph.components)
     placements = get_args(ProjectorPlacement) if projector is None else (projector,)
     sets: dict[tuple[tuple[str, ...], ...], ChainSet] = {}
-    layers = {name: _layers(graph, name) for name in kinds}
     known: dict[tuple[str, ...], ChainSpec] = {}
     for placement in placements if has_projector else (None,):
-        groups = _groups(graph, kinds, placement)
+        groups = _groups(graph, placement)
         if groups not in sets:
-            found = _chain_set(graph, kinds, placement, groups, layers, entries or {})
+            found = _chain_set(graph, placement, groups, entries or {})
             # A chain that two sets have is one object, priced once.
             chains = tuple(known.setdefault(chain.components, chain) for chain in found.chains)
             sets[groups] = replace(found, chains=chains)
@@ -106,13 +109,10 @@ def joined_chain(
     Arguments as of `chain_sets`.
     """
     _check(graph, costs, None)
-    kinds = {component.name: component.kind for component in graph.components}
-    if len(kinds) == 1:
+    if len(graph.components) == 1:
         return None
-    position = {component.name: index for index, component in enumerate(graph.components)}
-    order = tuple(nx.lexicographical_topological_sort(graph.dag(), key=position.__getitem__))
-    layers = {name: _layers(graph, name) for name in kinds}
-    joined = _chain_set(graph, kinds, None, (order,), layers, entries or {})
+    order = tuple(_in_order(graph, graph.dag()))
+    joined = _chain_set(graph, None, (order,), entries or {})
     (line,) = joined.chains
     return replace(joined, chains=(replace(line, name=order[-1]),), colocated=True)
 
@@ -139,17 +139,20 @@ def _check(graph: ModelGraph, costs: Mapping[str, Sized], projector: ProjectorPl
         )
 
 
-def _groups(
-    graph: ModelGraph, kinds: Mapping[str, ComponentKind], placement: ProjectorPlacement | None
-) -> tuple[tuple[str, ...], ...]:
+def _in_order(graph: ModelGraph, dag: nx.DiGraph) -> list[str]:
+    """Return the nodes of a graph of component names in topological order, ties in the model's order."""
+    position = {component.name: index for index, component in enumerate(graph.components)}
+    return list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))
+
+
+def _groups(graph: ModelGraph, placement: ProjectorPlacement | None) -> tuple[tuple[str, ...], ...]:
     """Return the component names of each chain, in order; chains in topological order, ties in the model's order."""
     dag = graph.dag()
-    position = {component.name: index for index, component in enumerate(graph.components)}
-    order = list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))
+    order = _in_order(graph, dag)
     leader = {name: name for name in order}
     for name in order if placement == "with_encoder" else reversed(order):
         peers = {"with_encoder": dag.predecessors, "with_language_model": dag.successors}.get(placement or "")
-        if kinds[name] is not ComponentKind.PROJECTOR or peers is None:
+        if graph.component(name).kind is not ComponentKind.PROJECTOR or peers is None:
             continue
         neighbours = list(peers(name))
         if len(neighbours) == 1:
@@ -160,48 +163,41 @@ def _groups(
     joined = nx.DiGraph()
     joined.add_nodes_from(members)
     joined.add_edges_from((leader[a], leader[b]) for a, b in dag.edges if leader[a] != leader[b])
-    chains = nx.lexicographical_topological_sort(joined, key=position.__getitem__)
-    return tuple(tuple(members[name]) for name in chains)
-
-
-def _layers(graph: ModelGraph, component: str) -> tuple[ChainLayer, ...]:
-    layers = graph.component(component).layers
-    return tuple(ChainLayer(component=component, index=layer.index, name=layer.name) for layer in layers)
+    return tuple(tuple(members[name]) for name in _in_order(graph, joined))
 
 
 def _chain_set(
     graph: ModelGraph,
-    kinds: Mapping[str, ComponentKind],
     placement: ProjectorPlacement | None,
     groups: tuple[tuple[str, ...], ...],
-    layers: Mapping[str, tuple[ChainLayer, ...]],
     entries: Mapping[tuple[str, str], int],
 ) -> ChainSet:
+    kinds = {component.name: component.kind for component in graph.components}
     chains = tuple(
         ChainSpec(
             name=next((name for name in group if kinds[name] is not ComponentKind.PROJECTOR), group[0]),
             components=group,
-            layers=tuple(layer for name in group for layer in layers[name]),
+            layers=tuple(
+                ChainLayer(component=name, index=layer.index, name=layer.name)
+                for name in group
+                for layer in graph.component(name).layers
+            ),
         )
         for group in groups
     )
     # component -> (chain, chain-relative index of its first layer)
-    start: dict[str, tuple[int, int]] = {}
-    for index, group in enumerate(groups):
-        first = 0
-        for name in group:
-            start[name] = (index, first)
-            first += len(layers[name])
-    edges: list[ChainEdge] = []
-    for producer, consumer, _ in graph.edges:
-        source, first = start[producer]
-        target, entry = start[consumer]
-        edges.append(
-            ChainEdge(
-                source=source,
-                source_layer=first + len(layers[producer]) - 1,
-                target=target,
-                target_layer=entry + entries.get((producer, consumer), 0),
-            )
+    start = {
+        name: (index, next(place for place, layer in enumerate(chain.layers) if layer.component == name))
+        for index, chain in enumerate(chains)
+        for name in chain.components
+    }
+    edges = tuple(
+        ChainEdge(
+            source=start[producer][0],
+            source_layer=start[producer][1] + len(graph.component(producer).layers) - 1,
+            target=start[consumer][0],
+            target_layer=start[consumer][1] + entries.get((producer, consumer), 0),
         )
-    return ChainSet(placement=placement, chains=chains, edges=tuple(edges))
+        for producer, consumer, _ in graph.edges
+    )
+    return ChainSet(placement=placement, chains=chains, edges=edges)

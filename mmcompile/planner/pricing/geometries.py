@@ -29,7 +29,6 @@ def geometries(
     """Return the geometry of every component: the rows that it makes of a sample, read from the captured batch.
 
     Args:
-        graph: model captured from `batch`.
         loads: component -> its load in that batch.
         batch: inputs by name, as given to the model.
         packed: True if the language model gets sequences one after the other, without padding.

@@ -172,8 +172,7 @@ def _body(
 ) -> RepeatedLayers:
     """Return a chain's body, the equal layers that together take the most time, at the load with the given index.
 
-    Args:
-        parts: (number of layers in each group, seconds, sizes) of each component, as from `_component_prices`.
+    `parts` has (number of layers in each group, seconds, sizes) of each component, as from `_component_prices`.
     """
     best: tuple[float, RepeatedLayers] | None = None
     for counts, seconds, sizes in parts:

@@ -134,9 +134,7 @@ class Pricing:
         """Return the cost of each layer of a component on one of its ranks, for one microbatch.
 
         Args:
-            component: name of the component.
             load: load of the microbatch; None for the captured load.
-            sharding: sharding of the layers.
         """
         each = self._shared_costs(component, load, self._possible(component, sharding))
         return tuple(each[group] for group in self.groups(component))
@@ -180,23 +178,13 @@ class Pricing:
             shared=whole[:, 5] * runs,
         )
 
-    def durations(
-        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
-    ) -> NDArray[np.float64]:
-        """Return the seconds of many microbatches in each layer of a component.
-
-        Args:
-            tokens, squares: [n], the loads.
-
-        Returns:
-            [layers, n, 3]: forward, input gradient, weight gradient. A microbatch without tokens takes no time.
-        """
-        return self.group_durations(component, tokens, squares, sharding)[self.groups(component)]
-
     def group_durations(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
-        """Return the seconds of many microbatches in one layer of each group, [groups, n, 3], as `durations` does for layers."""
+        """Return the seconds of n microbatches of loads `tokens` and `squares` [n] in one layer of each group, [groups, n, 3].
+
+        They are seconds of forward, input gradient and weight gradient. A microbatch without tokens takes no time.
+        """
         sharding = self._possible(component, sharding)
         size = self._size(component, float(tokens.mean()))
         loads = np.stack([np.ones_like(tokens), tokens, squares])
@@ -218,9 +206,8 @@ class Pricing:
         """Return the sharding with every degree that the component does not support set to 1."""
         if not self._shares_tokens(component):
             sharding = replace(sharding, cp=1)
-        degrees = self.tensor_degrees.get(component)
-        known = sharding.tp in self.tensor_shares.get(component, ())
-        return sharding if known or degrees is None or sharding.tp in degrees else replace(sharding, tp=1)
+        possible = (*self.tensor_degrees.get(component, (sharding.tp,)), *self.tensor_shares.get(component, ()))
+        return sharding if sharding.tp in possible else replace(sharding, tp=1)
 
     def _shares_tokens(self, component: str) -> bool:
         return self.token_sharing is None or component in self.token_sharing
@@ -250,16 +237,16 @@ class Pricing:
         if key not in self._tables:
             first = [group.first for group in self._grouped(component)[1]]
             table = self.table
+            costs = tuple(table[component][index] for index in first)
             if load is not None and component in table.growing:
                 one_each = CostTable(
-                    layers={component: tuple(table[component][index] for index in first)},
+                    layers={component: costs},
                     loads={component: table.loads[component]},
                     growing={component: tuple(table.growing[component][index] for index in first)},
                     captured_loads={component: table.captured_loads[component]},
                 )
-                self._tables[key] = one_each.at({component: load})[component]
-            else:
-                self._tables[key] = tuple(table[component][index] for index in first)
+                costs = one_each.at({component: load})[component]
+            self._tables[key] = costs
         return self._tables[key]
 
     def _share(
@@ -271,13 +258,12 @@ class Pricing:
             share = share.scaled(self._rows(component, load) / already)
         key = (cost, sharding, group.merges, share)
         if key not in self._shared:
-            again, cluster = sharding.recompute, self.cluster
-            cost = tensor_parallel(cost, sharding.tp, cluster, recompute=again, share=share)
+            again, cluster, tp = sharding.recompute, self.cluster, sharding.tp
+            cost = tensor_parallel(cost, tp, cluster, recompute=again, share=share)
             cost = recomputed(cost, again, mixed=sharding.mixed)
             if not group.merges:
-                stride = sharding.tp
                 cp = max(1, sharding.cp // self.given_cp)
-                cost = context_parallel(cost, cp, cluster, dtype=self.dtype, recompute=again, stride=stride)
+                cost = context_parallel(cost, cp, cluster, dtype=self.dtype, recompute=again, stride=tp)
             self._shared[key] = fully_sharded(cost, sharding.fsdp, cluster, dtype=self.dtype)
         return self._shared[key]
 

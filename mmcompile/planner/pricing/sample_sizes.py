@@ -194,8 +194,6 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
     """Return the patches of every image, or the frames of every audio clip, in a batch or sample.
 
     Args:
-        batch: inputs by name.
-        modality: images or audio clips.
         inputs: float inputs that hold them; ignored where a grid input gives their sizes.
     """
     sizes: list[float] = []
@@ -212,13 +210,7 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
 
 
 def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[float]:
-    """Return the patches of every image, or the frames of every audio clip, in one float input.
-
-    Args:
-        own: description of the input.
-        value: the input's tensor.
-        mask: the input's mask from the batch; None without one.
-    """
+    """Return the patches of every image, or the frames of every audio clip, in one float input; `mask` is its mask, if any."""
     if own.mask and isinstance(mask, Tensor):
         return [own.length * (count / own.elements) for count in _marks(mask)]
     shape = tuple(value.shape)

@@ -23,14 +23,10 @@ from mmcompile.kernels.bitfield_attention.parallel.head_stride import AttentionR
 
 @dataclass(frozen=True, kw_only=True)
 class SharedTokens:
-    """Costs of the loss component when `num_ranks` ranks share its tokens.
-
-    Args:
-        graph: model annotated with costs, whose attention is written as `bitfield_attention`.
-        dtype: dtype of the computation, for example `"bfloat16"`.
-    """
+    """Costs of the loss component when `num_ranks` ranks share its tokens."""
 
     graph: ModelGraph = field(repr=False)
+    """Model annotated with costs, whose attention is written as `bitfield_attention`."""
     num_ranks: int
     cluster: Cluster
     dtype: str
@@ -75,11 +71,7 @@ class SharedTokens:
         return choose_head_stride(call, rates)
 
     def costs(self, costs: Mapping[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
-        """Return the costs for one of the ranks, from those of the whole sequence; other components' costs are unchanged.
-
-        Args:
-            costs: component name -> cost of each layer.
-        """
+        """Return component -> cost of each layer for one rank, given those of the whole sequence: the loss component's change."""
         component = self.graph.loss_component
         layers = tuple(cost if index == 0 else self._shared(index, cost) for index, cost in enumerate(costs[component]))
         return {name: layers if name == component else own for name, own in costs.items()}

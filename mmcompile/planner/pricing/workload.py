@@ -61,7 +61,6 @@ class Workload:
         Args:
             graph: model captured from `batch`.
             table: costs of the model, with the load of each component in that batch.
-            batch: inputs by name.
             stats: statistics of the dataset; None for microbatches like the captured one.
             packed: True if the language model gets a microbatch's samples one after the other, without padding.
 
@@ -121,9 +120,7 @@ class Workload:
         """Return component -> rows and squared lengths [microbatches] of random microbatches, each drawn from the whole dataset.
 
         Args:
-            num_microbatches: number of microbatches.
             samples_per_microbatch: mean number of samples of a microbatch; if it is not whole, sizes differ by one.
-            seed: seed of the random choice.
         """
         size = _checked(samples_per_microbatch)
         bounds = np.rint(np.arange(num_microbatches + 1) * size).astype(np.int64)

@@ -97,11 +97,9 @@ def equal_microbatches(case: Case) -> Case:
 def equal_stages(case: Case) -> Case:
     """Return the case in which every rank computes for the mean seconds of all ranks, with mean shares of forward and backward.
 
-    Ranks that only run forwards keep doing so, and have a mean share of their own. Stages on the same rank divide its seconds in
-    proportion to their former ones. Stages without microbatches count as well.
-
-    Args:
-        case: case with equal microbatches, as from `equal_microbatches`.
+    Microbatches must be equal already, as from `equal_microbatches`. Ranks that only run forwards keep doing so, and have a mean
+    share of their own. Stages on the same rank divide its seconds in proportion to their former ones. Stages without microbatches
+    count as well.
     """
     if not case.flows:
         return case

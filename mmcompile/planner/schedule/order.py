@@ -68,10 +68,7 @@ class OrderKeys:
 def ticks(kind: ScheduleKind, crossings: int, num_microbatches: int) -> tuple[int, int, int]:
     """Return the keys of a stage: their step from one microbatch to the next, of the first forward, of the first backward.
 
-    Args:
-        kind: rule that orders forwards and backwards.
-        crossings: edges that cross ranks on the longest path to a sink, r(s) in the module's docstring.
-        num_microbatches: number of microbatches of a step.
+    `crossings` is the number of edges that cross ranks on the longest path to a sink, r(s) in the module's docstring.
     """
     match kind:
         case "gpipe":
@@ -92,8 +89,6 @@ def crossings(
 
     Args:
         edges: (source stage, target stage); depth falls along each edge.
-        rank: rank of each stage.
-        depth: depth of each stage.
         together: groups of stages of equal depth that exchange values in every computation. All stages of a group get the longest
             path of any, so that their ranks compute in the same order.
     """

@@ -201,10 +201,7 @@ class Placed(Protocol):
 def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
     """Return the number of microbatches whose activations a stage with a backward holds at its peak.
 
-    Args:
-        kind: kind of the schedule.
-        depth: number of stages on the longest path to the loss stage.
-        num_microbatches: number of microbatches of the step.
+    `depth` is the number of stages on the longest path to the loss stage.
     """
     match kind:
         case "gpipe":
@@ -282,7 +279,9 @@ def schedule_units(
             actions = _backward(stage, number, program, gradients, split=split)
             keyed[rank[stage]].append((order.backward_key(stage, unit.backward_slot), unit.slot, number, actions))
     names = tuple(stage.name for stage in stages)
-    return Schedule(stages=names, ranks=tuple(_in_order(items) for items in keyed))
+    in_order = (sorted(items, key=lambda item: item[:3]) for items in keyed)
+    ranks = tuple(tuple(action for *_, actions in items for action in actions) for items in in_order)
+    return Schedule(stages=names, ranks=ranks)
 
 
 def _ranks(stages: Sequence[Placed]) -> tuple[int, ...]:
@@ -290,10 +289,6 @@ def _ranks(stages: Sequence[Placed]) -> tuple[int, ...]:
         if len(stage.ranks) != 1:
             raise PlanError(f"stage {stage.name} runs on ranks {stage.ranks}; a schedule wants one rank a stage")
     return tuple(stage.ranks[0] for stage in stages)
-
-
-def _in_order(keyed: list[tuple[Key, int, int, list[Action]]]) -> tuple[Action, ...]:
-    return tuple(action for *_, actions in sorted(keyed, key=lambda item: item[:3]) for action in actions)
 
 
 _Crossing = tuple[Side, Side, bool]
@@ -392,14 +387,7 @@ def _from(side: Side, messages: MessageOrder) -> list[tuple[Side, Side]]:
 def _messages(
     kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
 ) -> list[Action]:
-    """Return the sends or receives of a stage for one unit.
-
-    Args:
-        kind: kind of the messages.
-        side: stage and unit.
-        inside: stage -> peer stages, for messages within the unit.
-        between: messages to or from other units, as (this side, other side).
-    """
+    """Return the sends or receives of a stage for one unit: to or from the peer stages `inside` it, and `between` two units."""
     stage, number = side
     return [
         *(Action(stage=stage, kind=kind, microbatch=number, peer=peer) for peer in inside.get(stage, ())),

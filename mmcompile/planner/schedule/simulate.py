@@ -64,7 +64,6 @@ def simulate(
     """Return the timeline of a schedule whose actions take given seconds.
 
     Args:
-        schedule: ordered actions of each rank.
         durations: durations of every stage, one for all microbatches or one for each; a mapping need not have microbatches that
             the stage does not compute.
         link_s: (sending stage, receiving stage) -> seconds of one message; an absent pair costs nothing.

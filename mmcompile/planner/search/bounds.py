@@ -173,9 +173,9 @@ class _Union:
         Args:
             clock: seconds at which each stage is done so far, [draws, stages].
             since: ticks since the stage's first, [stages].
-            seconds: [draws, stages, microbatches + 1].
-            arrived: when each message has arrived, [draws, edges + 1, microbatches + 1].
-            awaited: indices of the edges whose messages a stage awaits, [stages, most].
+            seconds: seconds of each microbatch, [draws, stages, microbatches + 1].
+            arrived: seconds at which each message has arrived, [draws, edges + 1, microbatches + 1].
+            awaited: indices of the edges into each stage, [stages, most].
             ends: stage that sends over each edge, the number of stages for none, [edges].
 
         Returns:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
+from statistics import fmean
 
 import numpy as np
 
@@ -106,18 +107,18 @@ class BranchAndBound:
             for number, group in enumerate(self.groups)
             for index in range(len(group))
         ]
-        for *_, number, index in sorted(order)[:_MAX_VAIN]:
-            group = self.groups[number]
-            candidate = self.draft(group[index])
-            if candidate is not None:
-                return candidate
-        return None
+        drafts = (self.draft(self.groups[number][index]) for *_, number, index in sorted(order)[:_MAX_VAIN])
+        return next((candidate for candidate in drafts if candidate is not None), None)
 
     def best(self) -> Candidate | None:
         """Return the simplest of the candidates whose step is about as short as the fastest; None if no candidate was judged."""
         limit_s = self.fastest_s * (1 + TOLERANCE / 2)
         close = (judged for judged in self.judged if judged.iteration_s <= limit_s)
         return min(close, key=_simplest, default=None)
+
+    def fastest(self, number: int) -> list[Candidate]:
+        """Return the judged candidates with the shortest steps, at most `number`, in ascending order."""
+        return sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
 
     @property
     def fastest_s(self) -> float:
@@ -132,12 +133,10 @@ class BranchAndBound:
 
     def judge(self, candidates: Sequence[Candidate], strategy: str = "auto") -> None:
         """Simulate candidates and append copies with the seconds of a step, and the strategy's name, to `judged`."""
-        apart = [candidate for candidate in candidates if not candidate.shares_ranks]
-        makespans_s = iter(expected_s(apart))
+        makespans_s = iter(expected_s([candidate for candidate in candidates if not candidate.shares_ranks]))
         for candidate in candidates:
             if candidate.shares_ranks:
-                timelines = candidate.timelines()
-                makespan_s = max(candidate.tail_s) + sum(each.makespan_s for each in timelines) / len(timelines)
+                makespan_s = max(candidate.tail_s) + fmean(each.makespan_s for each in candidate.timelines())
             else:
                 makespan_s = next(makespans_s)
             # Processes that share cores are never faster than all their work spread over the cores.
@@ -205,7 +204,7 @@ class BranchAndBound:
         tried: set[Combination] = set()
         for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s
-            best = min(self.judged, key=lambda judged: judged.iteration_s)
+            (best,) = self.fastest(1)
             batch: list[Candidate] = []
             for counts in _near(best.counts):
                 near = replace(best.combination, counts=counts)
@@ -227,24 +226,17 @@ class BranchAndBound:
 
     def _schedules(self) -> None:
         """Judge the fastest candidates under every other allowed schedule."""
-        finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
-        batch: list[Candidate] = []
-        for best in finalists:
-            if not self._own(best):
-                continue
-            for schedule in self.problem.space.schedules:
-                if schedule != best.setting.schedule:
-                    setting = replace(best.setting, schedule=schedule)
-                    candidate = self.draft(replace(best.combination, setting=setting))
-                    if candidate is not None:
-                        batch.append(candidate)
-        self.judge(batch)
+        batch = [
+            self.draft(replace(best.combination, setting=replace(best.setting, schedule=schedule)))
+            for best in filter(self._own, self.fastest(FINALISTS))
+            for schedule in self.problem.space.schedules
+            if schedule != best.setting.schedule
+        ]
+        self.judge([candidate for candidate in batch if candidate is not None])
 
     def _polish(self) -> None:
         """Move single cuts of the fastest candidates as long as that makes them faster: even stages are not always the best."""
-        number = FINALISTS if self.everything else _POLISHED
-        finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
-        moving = [judged for judged in finalists if self._own(judged)]
+        moving = list(filter(self._own, self.fastest(FINALISTS if self.everything else _POLISHED)))
         spent = 0
         while moving:
             batch = [(number, moved) for number, judged in enumerate(moving) for moved in self._moves(judged)]
@@ -273,8 +265,7 @@ class BranchAndBound:
                 counts = tuple(map(len, every))
                 if replace(candidate.combination, counts=counts).num_ranks <= self.problem.num_devices:
                     found = assemble(self.problem, candidate.chains, candidate.setting, candidate.degrees, every)
-                    fits = max(found.rank_bytes) <= self.problem.memory_bytes(found.num_ranks)
-                    if fits and lower_bound_s(found) < self.fastest_s * (1 + _POLISH_SLACK):
+                    if found.fits and lower_bound_s(found) < self.fastest_s * (1 + _POLISH_SLACK):
                         yield found
 
     def _own(self, candidate: Candidate) -> bool:
@@ -285,11 +276,7 @@ class BranchAndBound:
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
     """Yield other ways to cut a chain, one change away from the given stages, each as (first, end) layer of each stage.
 
-    One cut, or all, moves a layer earlier or later; one cut is removed; or one is added within a stage.
-
-    Args:
-        ranges: (first, end) layer of each stage.
-        same: keep the number of stages.
+    One cut, or all, moves a layer earlier or later; without `same`, one cut is removed, or one is added within a stage.
     """
     cuts = [last for _, last in ranges[:-1]]
     end = ranges[-1][1]

@@ -149,6 +149,11 @@ class Candidate:
             used[stage.ranks[0]] = used.get(stage.ranks[0], 0) + stage.total_bytes
         return tuple(used[rank] for rank in sorted(used))
 
+    @property
+    def fits(self) -> bool:
+        """True if every rank holds its stages within the memory."""
+        return max(self.rank_bytes) <= self.problem.memory_bytes(self.num_ranks)
+
     @cached_property
     def tail_s(self) -> tuple[float, ...]:
         """Seconds of each stage after its last backward: gradient reduction over replicas, then the optimizer.
@@ -172,11 +177,8 @@ class Candidate:
     def link_names_s(self) -> dict[tuple[str, str], float]:
         """(sending stage, receiving stage) -> seconds of one message, both ways of every edge."""
         names = self.names
-        found: dict[tuple[str, str], float] = {}
-        for (source, target), seconds in self.link_s.items():
-            found[names[source], names[target]] = seconds
-            found[names[target], names[source]] = seconds
-        return found
+        ways = {(names[source], names[target]): seconds for (source, target), seconds in self.link_s.items()}
+        return ways | {(target, source): seconds for (source, target), seconds in ways.items()}
 
     def timelines(self, *, record: bool = False) -> tuple[Timeline, ...]:
         """Return one simulated step for each draw of random samples; `record` keeps the times of every action."""
@@ -257,12 +259,12 @@ class Candidate:
 
     def to_chains(self) -> tuple[Chain, ...]:
         """Return the chains as they stand in a plan."""
-        stages = self.to_stages()
+        pairs = list(zip(self.names, self.stages, strict=True))
         return tuple(
             Chain(
                 name=chain.name,
                 components=chain.components,
-                stages=tuple(stage for stage, own in zip(stages, self.stages, strict=True) if own.chain == index),
+                stages=tuple(self._stage(name, stage) for name, stage in pairs if stage.chain == index),
                 tp=degrees.tp,
                 cp=degrees.cp,
                 dp=degrees.dp,
@@ -270,10 +272,6 @@ class Candidate:
             )
             for index, (chain, degrees) in enumerate(zip(self.chains.chains, self.degrees, strict=True))
         )
-
-    def to_stages(self) -> tuple[Stage, ...]:
-        """Return the stages as they stand in a plan."""
-        return tuple(self._stage(name, stage) for name, stage in zip(self.names, self.stages, strict=True))
 
     def _stage(self, name: str, stage: CandidateStage) -> Stage:
         chain = self.chains.chains[stage.chain]
@@ -329,7 +327,8 @@ def assemble(
     edges = _stage_edges(chains, parts)
     spans = [(chain, position, *ends) for chain, ranges in enumerate(parts) for position, ends in enumerate(ranges)]
     depths = _depths(len(spans), edges)
-    backward = _backward([_runs_backward(priced[chain], first, last) for chain, _, first, last in spans], edges)
+    counts = [priced[chain].backward[[first, last]] for chain, _, first, last in spans]
+    backward = _backward([bool(before < after) for before, after in counts], edges)
     stages = tuple(
         _stage(priced[span[0]], span, tuple(own), depth, has_backward, setting)
         for span, own, depth, has_backward in zip(spans, ranks, depths, backward, strict=True)
@@ -378,10 +377,6 @@ def _depths(num_stages: int, edges: _Edges) -> tuple[int, ...]:
     for source, target in sorted(edges, reverse=True):
         depths[source] = max(depths[source], depths[target] + 1)
     return tuple(depths)
-
-
-def _runs_backward(priced: PricedChain, first: int, last: int) -> bool:
-    return bool(priced.backward[last] > priced.backward[first])
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:

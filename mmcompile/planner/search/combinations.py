@@ -21,20 +21,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, log, prod, sqrt
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
 from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.options import Array, Index, JoinedEncoders, Options, OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 MAX_LISTED = 4000
 """Number of combinations up to which every one is listed."""
-SPREAD_COST = 0.4
+_SPREAD_COST = 0.4
 """Fraction of (largest - mean) seconds of several microbatches for which stages wait. [Empirical]"""
 _MAX_PAIRS = 64
 """Number of pairs (chain set, setting) up to which every pair is listed."""
@@ -139,12 +140,11 @@ class Combinations:
             if stages:
                 priced = self.problem.prices.priced(last, degrees, setting)
                 total_s = float(priced.total_s[-1])
-                uneven = 1.0 + SPREAD_COST * self.problem.prices.spread(setting) * sqrt(log(stages))
                 limit = stages * self.problem.memory_bytes(1)
                 if priced.held_bytes(stages, 1) > limit:
                     continue
                 tight = priced.held_bytes(stages, count) > limit
-                guess_s = inf if tight else total_s * (1.0 + (count - 1) * uneven / stages)
+                guess_s = inf if tight else even_guess_s(self.problem, [priced], setting, stages)
                 found.append((guess_s, float(_in_turn(setting, total_s, priced.waited, stages))))
         return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
 
@@ -166,16 +166,14 @@ class Combinations:
             )
 
     def _options(self, chains: ChainSet, setting: Setting) -> tuple[Options, ...]:
-        limit = self.max_ranks(chains)
+        most = self.max_ranks(chains) - len(chains.chains) + 1
         found: list[Options] = []
-        decided = self.problem.decided[chains]
-        for index, chain in enumerate(chains.chains):
-            last = index == len(chains.chains) - 1
+        for chain, decided in zip(chains.chains, self.problem.decided[chains], strict=True):
+            last = chain is chains.chains[-1]
             fixed = self.problem.stages.get(chain.name)
             counts = range(1, len(chain.layers) + 1) if fixed is None else range(fixed, fixed + 1)
-            choices = tuple(self.degrees(chain, setting, last=last, decided=decided[index]))
-            options = self.tables.options(chain, setting, choices, counts, limit - len(chains.chains) + 1, last=last)
-            found.append(options)
+            choices = tuple(self.degrees(chain, setting, last=last, decided=decided))
+            found.append(self.tables.options(chain, setting, choices, counts, most, last=last))
         return tuple(found)
 
     def degrees(
@@ -184,8 +182,6 @@ class Combinations:
         """Yield the parallel degrees that a chain may have.
 
         Args:
-            chain: chain to spread.
-            setting: setting of the whole plan.
             last: True for the last chain, which has the replicas of the setting.
             decided: number of replicas that the request fixes for a chain other than the last; None: all possible numbers.
         """
@@ -221,10 +217,7 @@ class Combinations:
         limit = self.max_ranks(chains)
         ranks = encoders.ranks[None, :] + last.ranks[:, None]
         slowest_s = np.maximum(encoders.slowest_s[None, :], last.slowest_s[:, None])
-        # Stages that work on unequal microbatches at the same time wait for the largest of them.
-        uneven = 1.0 + SPREAD_COST * self.problem.prices.spread(setting) * np.sqrt(
-            np.log(last.stages + len(chains.chains) - 1)
-        )
+        uneven = unevenness(self.problem, setting, last.stages + len(chains.chains) - 1)
         guess_s = ((setting.num_microbatches - 1) * uneven)[:, None] * slowest_s
         guess_s += encoders.path_s[None, :] + (last.path_s - last.late_s * (setting.schedule == "zb-h1"))[:, None]
         guess_s += np.maximum(encoders.tail_s[None, :], last.tail_s[:, None])
@@ -244,16 +237,26 @@ class Combinations:
         )
 
 
+def unevenness(problem: Problem, setting: Setting, stages: Index | int) -> Array:
+    """Return the factor by which a slot takes longer as stages wait for the largest of the unequal microbatches in work."""
+    return np.asarray(1.0 + _SPREAD_COST * problem.prices.spread(setting) * np.sqrt(np.log(stages)))
+
+
+def even_guess_s(problem: Problem, priced: Sequence[PricedChain], setting: Setting, stages: int) -> float:
+    """Return the guess of a step in s if chains fill `stages` stages of equal time; 1000 times it if memory looks too small."""
+    count = setting.num_microbatches
+    tight = sum(own.held_bytes(stages, count) for own in priced) > stages * problem.memory_bytes(1)
+    uneven = float(unevenness(problem, setting, stages))
+    each_s = sum(float(own.total_s[-1]) for own in priced)
+    return (1000.0 if tight else 1.0) * each_s * (1.0 + (count - 1) * uneven / stages)
+
+
 def _in_turn(
     setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
 ) -> NDArray[np.float64]:
     """Return the least seconds that the stages of the last chain need one after the other: the second part of `bound`.
 
-    Args:
-        setting: number of microbatches and schedule.
-        total_s: seconds of a microbatch in all stages.
-        waited: least share, 0..1, of `total_s` that is not weight gradients.
-        stages: number of stages.
+    A microbatch takes `total_s` in all stages; `waited`, 0..1, is the least share of it that is not weight gradients.
     """
     share = np.maximum(waited, 1e-3) if setting.schedule == "zb-h1" else np.ones_like(waited)
     each = share / (setting.num_microbatches - 1 + share)
@@ -282,28 +285,15 @@ def _primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
 
 def _settings(problem: Problem, schedule: ScheduleKind) -> Iterator[Setting]:
     space, batch = problem.space, problem.global_batch
+    if batch is None:
+        steps = [(dp, count) for dp in space.dp or (1,) for count in space.microbatches or (1,)]
+    else:
+        replicas = [dp for dp in _divisors(batch, space.dp) if dp <= problem.num_devices]
+        steps = [(dp, count) for dp in replicas for count in _divisors(batch // dp, space.microbatches)]
     for recompute in space.recomputes:
-        if batch is None:
-            for dp in space.dp or (1,):
-                for count in space.microbatches or (1,):
-                    yield Setting(
-                        num_microbatches=count,
-                        samples=problem.graph.num_samples,
-                        dp=dp,
-                        schedule=schedule,
-                        recompute=recompute,
-                    )
-            continue
-        for dp in _divisors(batch, space.dp):
-            if dp <= problem.num_devices:
-                for count in _divisors(batch // dp, space.microbatches):
-                    yield Setting(
-                        num_microbatches=count,
-                        samples=batch / dp / count,
-                        dp=dp,
-                        schedule=schedule,
-                        recompute=recompute,
-                    )
+        for dp, count in steps:
+            samples = problem.graph.num_samples if batch is None else batch / dp / count
+            yield Setting(num_microbatches=count, samples=samples, dp=dp, schedule=schedule, recompute=recompute)
 
 
 def _divisors(number: int, allowed: Sequence[int] | None) -> list[int]:

@@ -62,12 +62,7 @@ class Nearest:
 
 
 def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
-    """Return the lines of a PlanError: why no candidate fits, and the nearest requests that do.
-
-    Args:
-        problem: problem for which the search found no candidate that fits the memory.
-        budget_s: seconds that may be spent on a search for feasible requests.
-    """
+    """Return the lines of a PlanError: why no candidate fits, and the nearest requests that do, found in `budget_s` seconds."""
     found = nearest(relaxations(problem), budget_s=budget_s)
     lines = list(_needs(problem))
     if found.works:
@@ -93,14 +88,7 @@ def nearest(
     budget_s: float = _BUDGET_S,
     wanted: int = _WANTED,
 ) -> Nearest:
-    """Return which relaxations make a problem feasible, tried in order until enough do or the time is up.
-
-    Args:
-        asked: relaxations to try.
-        works: function that decides whether a problem has a plan.
-        budget_s: seconds after which no more are tried.
-        wanted: number of feasible relaxations after which no more are tried.
-    """
+    """Return which relaxations make a problem feasible (`works`), tried in order until `wanted` do or `budget_s` are up."""
     until = time.monotonic() + budget_s
     found: dict[str, int] = {}
     said: list[str] = []
@@ -144,30 +132,27 @@ def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) 
 
 def relaxations(problem: Problem) -> tuple[Relaxation, ...]:
     """Return the possible relaxations of a request, the cheapest for the user first, without those already in effect."""
-    single = [
+    found = [
         Relaxation(words="recompute full", ways=tuple(_recomputes(problem))),
         Relaxation(words="tensor parallelism", ways=tuple(_tensors(problem))),
         Relaxation(words="smaller microbatches", ways=tuple(_microbatches(problem)), rising=True),
     ]
-    single = [own for own in single if own.ways]
-    together = ", ".join(own.words for own in single)
-    names = tuple(own.words for own in single)
+    names = tuple(own.words for own in found if own.ways)
+    together = ", ".join(names)
     every, frozen = partial(_everything, problem), cache(partial(projector_only, problem))
-    found = list(single)
-    if len(single) > 1:
+    if len(names) > 1:
         ways = ((f"together: {together}", every),)
         found.append(Relaxation(words=_ALL, ways=ways, useless_after=names))
-    ways = tuple(_nodes(partial(_same, problem), problem.cluster, ""))
+    ways = tuple(_nodes(lambda: problem, problem.cluster, ""))
     found.append(Relaxation(words=_NODES, ways=ways, rising=True))
-    if single:
+    if names:
         ways = tuple(_nodes(every, problem.cluster, f", with {together}"))
         words = f"{_NODES} with {together}"
         found.append(Relaxation(words=words, ways=ways, rising=True, instead_of=_NODES, useless_after=(*names, _ALL)))
     if trains_more(problem):
         found.append(Relaxation(words=_FROZEN, ways=((_FROZEN, frozen),)))
-    if single and trains_more(problem):
         words = f"{_FROZEN}, with {together}"
-        ways = ((words, lambda: _everything(frozen())),)
+        ways = ((words, lambda: _everything(frozen())),) if names else ()
         found.append(Relaxation(words=words, ways=ways, useless_after=(*names, _ALL, _FROZEN)))
     return tuple(own for own in found if own.ways)
 
@@ -177,21 +162,20 @@ _NODES = f"up to {_MAX_NODES} times the nodes"
 _FROZEN = "training only the projector"
 
 
-def _same(problem: Problem) -> Problem:
-    return problem
-
-
 def _recomputes(problem: Problem) -> Iterator[Way]:
     kinds: tuple[Recompute, ...] = ("selective", "full")
     for recompute in kinds[: 0 if "full" in problem.space.recomputes else None]:
         if recompute not in problem.space.recomputes:
-            yield f"recompute {recompute}", _changed(problem, recomputes=(recompute,))
+            yield (
+                f"recompute {recompute}",
+                partial(replace, problem, space=replace(problem.space, recomputes=(recompute,))),
+            )
 
 
 def _tensors(problem: Problem) -> Iterator[Way]:
     for degree in SearchSpace.everything(problem.cluster).tp:
         if degree > max(problem.space.tp):
-            yield f"tp {degree}", _changed(problem, tp=(degree,))
+            yield f"tp {degree}", partial(replace, problem, space=replace(problem.space, tp=(degree,)))
 
 
 def _microbatches(problem: Problem) -> Iterator[Way]:
@@ -204,7 +188,8 @@ def _microbatches(problem: Problem) -> Iterator[Way]:
         if share % count == 0:
             samples = share // count
             words = f"{count} microbatches of {samples} sample{'s' if samples != 1 else ''}"
-            yield words, _changed(problem, global_batch=batch, microbatches=(count,))
+            space = replace(problem.space, microbatches=(count,))
+            yield words, partial(replace, problem, space=space, global_batch=batch)
 
 
 def _batch(problem: Problem) -> int:
@@ -241,25 +226,7 @@ def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
     """Return the problem that `make` builds, moved to another cluster."""
     problem = make()
     prices = replace(problem.prices, pricing=replace(problem.pricing, cluster=cluster))
-    return replace(problem, prices=prices, num_devices=cluster.num_devices)
-
-
-def _changed(
-    problem: Problem,
-    *,
-    recomputes: tuple[Recompute, ...] | None = None,
-    tp: tuple[int, ...] | None = None,
-    microbatches: tuple[int, ...] | None = None,
-    global_batch: int | None = None,
-) -> Callable[[], Problem]:
-    space = problem.space
-    space = replace(
-        space,
-        recomputes=recomputes or space.recomputes,
-        tp=tp or space.tp,
-        microbatches=microbatches or space.microbatches,
-    )
-    return lambda: replace(problem, space=space, global_batch=global_batch or problem.global_batch)
+    return replace(problem, prices=prices)
 
 
 def _needs(problem: Problem) -> Iterator[str]:
@@ -295,11 +262,7 @@ def trains_more(problem: Problem) -> bool:
 
 
 def projector_only(problem: Problem) -> Problem:
-    """Return the problem with everything but its projectors frozen; the graph's annotations are restored.
-
-    Args:
-        problem: problem that trains more.
-    """
+    """Return the problem with everything but its projectors frozen; the graph's annotations are restored."""
     graph = problem.graph
     names = _projectors(problem)
     specs = (replace(spec, trainable=spec.name in names) for spec in graph.parameters)

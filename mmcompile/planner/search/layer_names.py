@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -31,7 +32,6 @@ def find(text: str, chains: LayersByChain, *, where: str) -> Place:
 
     Args:
         text: module path, `component.index`, component, or glob that matches one layer.
-        chains: layers of every chain.
         where: constraint that contains the text, for error messages.
 
     Raises:
@@ -91,9 +91,7 @@ def _known(text: str, chains: LayersByChain) -> str:
     labels = [label for _, label in _layers(chains)]
     names = [*(label.name for label in labels), *(f"{label.component}.{label.index}" for label in labels)]
     close = get_close_matches(text, dict.fromkeys(names), n=_MAX_LISTED, cutoff=0.6)
-    counts: dict[str, int] = {}
-    for label in labels:
-        counts[label.component] = counts.get(label.component, 0) + 1
+    counts = Counter(label.component for label in labels)
     components = ", ".join(f"{name} (layers {name}.0 to {name}.{count - 1})" for name, count in counts.items())
     return f"{f'did you mean {_few(close)}? ' if close else ''}components are {components}"
 

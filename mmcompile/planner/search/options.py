@@ -95,30 +95,10 @@ class OptionTables:
             last: True if the chain ends in the loss; any other chain is at least one stage away from it.
         """
         slot = setting.samples * setting.dp  # all that other settings of the same slot could change
-        key = (
-            chain,
-            setting.schedule,
-            setting.recompute,
-            setting.num_microbatches,
-            slot,
-            choices,
-            counts,
-            max_ranks,
-        )
-        if key not in self._known:
-            self._known[key] = self._options(chain, setting, choices, counts, max_ranks, last=last)
-        return self._known[key]
-
-    def _options(
-        self,
-        chain: ChainSpec,
-        setting: Setting,
-        choices: tuple[Degrees, ...],
-        counts: range,
-        max_ranks: int,
-        *,
-        last: bool,
-    ) -> Options:
+        whole = (setting.schedule, setting.recompute, setting.num_microbatches, slot)
+        key = (chain, whole, choices, counts, max_ranks)
+        if key in self._known:
+            return self._known[key]
         kept: list[Degrees] = []
         parts: list[tuple[NDArray[Any], ...]] = []
         for degrees in choices:
@@ -142,11 +122,12 @@ class OptionTables:
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.zeros(0)] * 8
         which, stages, ranks = (column.astype(np.int64) for column in columns[:3])
         times = dict(zip(("slowest_s", "path_s", "late_s", "waited", "tail_s"), columns[3:], strict=True))
-        return Options(degrees=tuple(kept), which=which, stages=stages, ranks=ranks, **times)
+        self._known[key] = Options(degrees=tuple(kept), which=which, stages=stages, ranks=ranks, **times)
+        return self._known[key]
 
     def _note(self, chain: ChainSpec, setting: Setting, degrees: Degrees, counts: Index) -> None:
-        again = setting.recompute if setting.recompute != "none" else ""
-        words = ", ".join(filter(None, (str(degrees), f"recompute {again}" if again else "")))
+        again = f"recompute {setting.recompute}" if setting.recompute != "none" else ""
+        words = ", ".join(filter(None, (str(degrees), again)))
         text = f"{chain.name} {counts.max()}" + (f" ({words})" if words else "")
         limit = self.problem.memory_bytes(1)
         self.too_big.setdefault(

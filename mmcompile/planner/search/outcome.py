@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,21 +42,15 @@ def plan_of(engine: BranchAndBound, best: Candidate, *, strategy: str = "auto") 
         strategy=strategy,
         microbatch_samples=0.0 if problem.global_batch is None else setting.samples,
         data=_data(problem),
-        costs=_costs(problem),
+        costs=describe_costs(problem.pricing.calibration, problem.pricing.kinds),
         cuts=tuple(_cuts(best, engine.splitter)),
         notes=tuple(_notes(engine, best)),
     )
 
 
-def _predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Prediction:
-    """Return the simulator's prediction for a candidate that was judged.
-
-    Args:
-        best: candidate with simulated seconds.
-        lower_bound_s: lower bound in s of every alternative's step; capped at the candidate's seconds.
-    """
-    cluster = best.problem.cluster
-    devices = min(best.num_ranks, cluster.num_devices)
+def _predicted(best: Candidate, lower_bound_s: float) -> Prediction:
+    """Return the simulator's prediction for a candidate that was judged, given a lower bound in s of every alternative's step."""
+    devices = min(best.num_ranks, best.problem.num_devices)
     work_s = best.step_work_s
     if lower_bound_s == float("inf"):
         lower_bound_s = max(work_s / devices, best.longest_path_s())
@@ -96,16 +91,9 @@ def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
 
 
 def _together(shares: Sequence[BubbleShare], weights: Sequence[float]) -> BubbleShare:
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * weight for value, weight in zip(values, weights, strict=True))
-
-    return BubbleShare(
-        chain=shares[0].chain,
-        warm_up=mean(share.warm_up for share in shares),
-        stages=mean(share.stages for share in shares),
-        microbatches=mean(share.microbatches for share in shares),
-        links=mean(share.links for share in shares),
-    )
+    rows = [(share.warm_up, share.stages, share.microbatches, share.links) for share in shares]
+    warm_up, stages, microbatches, links = (sum(map(mul, column, weights)) for column in zip(*rows, strict=True))
+    return BubbleShare(chain=shares[0].chain, warm_up=warm_up, stages=stages, microbatches=microbatches, links=links)
 
 
 def _data(problem: Problem) -> str:
@@ -113,11 +101,6 @@ def _data(problem: Problem) -> str:
         return ""
     stats = problem.workload.stats
     return f"{stats.name}, {len(stats.samples):,} samples"
-
-
-def _costs(problem: Problem) -> str:
-    pricing = problem.pricing
-    return describe_costs(pricing.calibration, pricing.kinds)
 
 
 def _cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
@@ -188,11 +171,11 @@ def _notes(engine: BranchAndBound, best: Candidate) -> Iterator[str]:
 
 def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
     problem = engine.problem
-    cores, ranks = problem.cluster.num_devices, best.num_ranks
+    cores, ranks = problem.num_devices, best.num_ranks
     if best.shares_ranks:
         yield Rejected(
             what="a device for every chain",
-            reason=f"{len(best.stages)} chains on {problem.num_devices} devices: they share, balanced by time",
+            reason=f"{len(best.stages)} chains on {cores} devices: they share, balanced by time",
         )
     if ranks > cores:
         yield Rejected(
@@ -254,7 +237,6 @@ def sample_rates(
     """Return the cost of samples near the mean load of a slot, for each component on a replica of its chain.
 
     Args:
-        candidate: candidate whose degrees and loads are used.
         geometries: component name -> geometry of its samples.
         pricing: prices that hold at every load, where those of the candidate's problem hold at one load only.
     """
@@ -262,7 +244,7 @@ def sample_rates(
     pricing = pricing or problem.pricing
     found: list[SampleRate] = []
     for number, (chain, degrees) in enumerate(zip(candidate.chains.chains, candidate.degrees, strict=True)):
-        last = problem.loss_component in chain.components
+        last = problem.graph.loss_component in chain.components
         shardings = [degrees.sharding(mode) for mode in candidate.modes_of(number)]
         for component in chain.components:
             load = problem.prices.mean_load(component, setting, degrees, last=last)
@@ -285,11 +267,7 @@ def sample_rates(
 def _values(
     pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return seconds [3] and activation bytes [3] of a component's layers: at a load, at twice its tokens, at twice its squares.
-
-    Args:
-        shardings: sharding of each layer of the chain.
-    """
+    """Return seconds [3] and activation bytes [3] of a component's layers at a load, at twice its tokens, at twice its squares."""
     tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
     seconds, saved = np.zeros(3), np.zeros(3)
     layers = zip(chain.layers, shardings, strict=True)

@@ -64,8 +64,6 @@ class Split:
     boundaries: tuple[int, ...]
     bottleneck_ps: int = field(default=0, compare=False)
     """Picoseconds of the slowest stage, its sends included; 0 if not computed."""
-    variant: int = 0
-    """Index into the chain's possible degrees where there are several, else 0."""
 
     @property
     def bottleneck_s(self) -> float:

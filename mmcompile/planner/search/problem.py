@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,7 +44,8 @@ def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: boo
     """
     found: list[int | None] = [None] * len(chains.chains)
     for group in balance_groups_of(chains):
-        numbers = set(_named(chains, group, wanted))
+        names = {name for index in group for name in chains.chains[index].names}
+        numbers = {number for name, number in wanted.items() if name in names}
         if len(numbers) > 1:
             return None
         for index in group:
@@ -53,12 +54,6 @@ def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: boo
         return tuple(found)
     rest = found[-1] or 1
     return tuple(number or rest for number in found)
-
-
-def _named(chains: ChainSet, group: Sequence[int], wanted: Mapping[str, int]) -> Iterator[int]:
-    for index in group:
-        chain = chains.chains[index]
-        yield from (number for name, number in wanted.items() if name == chain.name or name in chain.components)
 
 
 NUM_DRAWS = 4
@@ -85,11 +80,6 @@ class ChainPrices:
     _drawn: dict[tuple[float, ...], Mapping[str, NDArray[np.float64]]] = field(
         init=False, default_factory=dict, repr=False
     )
-
-    @property
-    def loss_component(self) -> str:
-        """Name of the component that ends in the loss."""
-        return self.graph.loss_component
 
     def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
         """Return the mean load of a component in a slot, on one replica of its chain.
@@ -134,8 +124,6 @@ class ChainPrices:
         dataset, where all microbatches are equal.
 
         Args:
-            setting: microbatches and replicas of the last chain.
-            degrees: degrees of the chain.
             last: True if the chain ends in the loss.
         """
         if self.workload is None or self.workload.stats is None:
@@ -143,7 +131,7 @@ class ChainPrices:
         key = (setting.num_microbatches, setting.samples, setting.dp, 0 if last else degrees.dp)
         if key not in self._drawn:
             steps = [self._step(setting, draw) for draw in range(NUM_DRAWS)]
-            heaviest = [int(step[self.loss_component][..., 0].sum(axis=0).argmax()) for step in steps]
+            heaviest = [int(step[self.graph.loss_component][..., 0].sum(axis=0).argmax()) for step in steps]
             self._drawn[key] = {
                 name: np.stack(
                     [
@@ -162,7 +150,7 @@ class ChainPrices:
             loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
             self._spread[key] = 0.0
             if loads:
-                tokens = loads[self.loss_component][..., 0]
+                tokens = loads[self.graph.loss_component][..., 0]
                 mean = np.maximum(tokens.mean(axis=1), 1e-9)
                 self._spread[key] = float((tokens.std(axis=1) / mean).mean())
         return self._spread[key]
@@ -210,7 +198,7 @@ class ChainPrices:
 
     def loads_of(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> Loads:
         """Return the mean and the largest load of each component of a chain."""
-        last = self.loss_component in chain.components
+        last = self.graph.loss_component in chain.components
         return {
             name: (
                 self.mean_load(name, setting, degrees, last=last),
@@ -221,7 +209,9 @@ class ChainPrices:
 
     def _key(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> _PriceKey:
         drawn = self.workload is not None and self.workload.stats is not None
-        loads = (setting.num_microbatches, setting.dp) if drawn and self.loss_component in chain.components else ()
+        loads = (
+            (setting.num_microbatches, setting.dp) if drawn and self.graph.loss_component in chain.components else ()
+        )
         return chain, degrees.sharding(setting.recompute), setting.samples_of(degrees), loads
 
 
@@ -231,12 +221,10 @@ class Problem:
 
     prices: ChainPrices
     """Prices of the model's chains on the cluster, at the loads of the workload."""
-    sets: tuple[ChainSet, ...]
-    """Possible chain sets: partitions of the components into chains."""
-    num_devices: int
-    """Number of devices that the plan may use."""
     space: SearchSpace
     fingerprint: Fingerprint
+    sets: tuple[ChainSet, ...] = ()
+    """Possible chain sets: partitions of the components into chains."""
     global_batch: int | None = None
     """Number of samples of a step; None: the captured batch is one microbatch."""
     stages: Mapping[str, int] = field(default_factory=dict)
@@ -270,14 +258,14 @@ class Problem:
         return self.prices.workload
 
     @property
-    def loss_component(self) -> str:
-        """Name of the component that ends in the loss."""
-        return self.graph.loss_component
-
-    @property
     def cluster(self) -> Cluster:
         """Cluster for which layers are priced."""
         return self.pricing.cluster
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the plan may use."""
+        return self.cluster.num_devices
 
     @cached_property
     def decided(self) -> Mapping[ChainSet, Decided]:
@@ -293,12 +281,12 @@ class Problem:
         """Return the numbers of ranks that may share the tensors of a chain."""
         if not self.tensor_parallel:
             return self.space.tp
-        named = {self.tensor_parallel[name] for name in (chain.name, *chain.components) if name in self.tensor_parallel}
+        named = {self.tensor_parallel[name] for name in chain.names if name in self.tensor_parallel}
         return tuple(named) or (1,)
 
     def shares_parameters(self, chain: ChainSpec, replicas: int) -> bool:
         """Return whether a chain with the given number of replicas shares its parameters between them (FSDP)."""
-        return replicas > 1 and any(name in self.fsdp for name in (chain.name, *chain.components))
+        return replicas > 1 and any(name in self.fsdp for name in chain.names)
 
     def least_ranks(self, chains: ChainSet, shards: int) -> int:
         """Return the ranks of the smallest candidate, if `shards` ranks share the tokens of each stage of the last chain."""
@@ -313,5 +301,4 @@ class Problem:
 
     def memory_bytes(self, num_ranks: int) -> int:
         """Return the memory in bytes of one rank. On one machine, processes beyond its cores also divide its memory."""
-        devices = self.cluster.num_devices
-        return self.cluster.device.memory_bytes * devices // max(devices, num_ranks)
+        return self.cluster.device.memory_bytes * self.num_devices // max(self.num_devices, num_ranks)

@@ -31,11 +31,8 @@ def by_layer(engine: BranchAndBound, best: Candidate, constraints: Sequence[Cons
         engine: search that has finished.
         best: fastest candidate of the search, all layers in one mode.
         constraints: constraints of the plan. With any, only variants of `best` are tried, as other candidates may break them.
-
-    Returns:
-        A candidate whose step takes no longer than that of `best`.
     """
-    close = sorted(engine.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
+    close = engine.fastest(FINALISTS)
     own = _judged(engine, best, constraints)
     if own.iteration_s <= best.iteration_s:
         best = own

@@ -58,17 +58,10 @@ class StageChoices:
 
 
 def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | None:
-    """Return the modes of all layers of a rank's stages that take the least time within the memory.
+    """Return the modes of the layers of each of a rank's stages that take the least time within `limit_bytes` of all together.
 
-    Among equally fast choices, the one that holds the least bytes is taken.
-
-    Args:
-        stages: stages of the rank.
-        limit_bytes: bytes that all stages may hold together.
-
-    Returns:
-        Modes of each stage; None if no choice fits. Among equal layers the first ones recompute more, as later layers have
-        finished their backward by then.
+    Among equally fast choices, the one that holds the least bytes is taken; None if no choice fits. Among equal layers the first
+    ones recompute more, as later layers have finished their backward by then.
     """
     fronts = [_stage_front(stage, min(stage.limit_bytes, limit_bytes)) for stage in stages]
     together = reduce(lambda one, other: _added(one, other, limit_bytes), fronts, _NOTHING)

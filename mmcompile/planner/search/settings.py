@@ -80,11 +80,7 @@ class Combination:
         return sum(own.ranks * count for own, count in zip(self.degrees, self.counts, strict=True))
 
     def text(self, *, many: bool) -> str:
-        """Return a short description of the combination, for lists of alternatives.
-
-        Args:
-            many: True to name the number of microbatches.
-        """
+        """Return a short description of the combination, for lists of alternatives; `many` adds the number of microbatches."""
         each = ", ".join(
             f"{chain.name} {count}" + (f" ({own})" if str(own) else "")
             for chain, count, own in zip(self.chains.chains, self.counts, self.degrees, strict=True)
@@ -130,9 +126,7 @@ class SearchSpace:
     def everything(cls, cluster: Cluster, *, context_parallel: bool = False) -> SearchSpace:
         """Return the largest space that plans cover; tp and cp are powers of two up to the devices of a node.
 
-        Args:
-            cluster: cluster to plan for.
-            context_parallel: True if ranks can share the language model's tokens.
+        `context_parallel` is True if ranks can share the language model's tokens; else cp is 1.
         """
         powers = tuple(
             size

@@ -29,7 +29,6 @@ class Splitter:
         flight, of all chains before them.
 
         Args:
-            combination: degrees and stage counts of the chains.
             memory_bytes: limit of one stage; None for no limit.
         """
         chains, setting, counts = combination.chains, combination.setting, combination.counts
@@ -58,8 +57,7 @@ class Splitter:
     ) -> tuple[Split | None, ...]:
         """Return a chain's best split into each of 1, 2, ... stages, `max_stages` or more; None where no split fits the memory.
 
-        Args:
-            tail: number of stages between the end of the chain and the loss.
+        `tail` stages lie between the end of the chain and the loss.
         """
         most = min(len(chain.layers), max(max_stages, self._most(degrees)))
         flights = min(setting.num_microbatches, tail + most)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf, log, sqrt
+from math import inf
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from mmcompile.planner.pricing.chains import ChainEdge, ChainLayer, ChainSet, Ch
 from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, Strategy, assemble
-from mmcompile.planner.search.combinations import SPREAD_COST, Combinations
+from mmcompile.planner.search.combinations import Combinations, even_guess_s
 from mmcompile.planner.search.partition import PartitionLayer, Split, equal_ranges, partition
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
@@ -110,32 +110,19 @@ class Frame:
     @property
     def bound_s(self) -> float:
         """Lower bound of a step in s: the work of all layers on all microbatches, spread evenly over the stages."""
-        chains = self.lines.apart[0].chains
-        each_s = sum(
-            float(self.lines.problem.prices.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains
-        )
+        each_s = sum(float(own.total_s[-1]) for own in self._priced)
         return self.setting.num_microbatches * each_s / self.num_stages
 
     @property
     def guess_s(self) -> float:
-        """Guess of a step in s: `bound_s` with the pipeline filled and drained, and stages waiting for unequal microbatches.
-
-        The guess is multiplied by 1000 if all stages together hold more than the memory of their devices.
-        """
-        priced = [
-            self.lines.problem.prices.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains
-        ]
-        count = self.setting.num_microbatches
+        """Guess of a step in s: `bound_s` with the pipeline filled and drained, and stages waiting for unequal microbatches."""
         stages = min(self.num_stages, sum(len(chain.layers) for chain in self.lines.apart[0].chains))
-        each_s = sum(float(own.total_s[-1]) for own in priced)
-        uneven = 1.0 + SPREAD_COST * self.lines.problem.prices.spread(self.setting) * sqrt(log(stages))
-        held = sum(own.held_bytes(stages, count) for own in priced)
-        tight = 1.0 if held <= stages * self.lines.problem.memory_bytes(1) else 1000.0
-        return tight * each_s * (1.0 + (count - 1) * uneven / stages)
+        return even_guess_s(self.lines.problem, self._priced, self.setting, stages)
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Return whether a candidate fits the memory."""
-        return max(candidate.rank_bytes) <= self.lines.problem.memory_bytes(candidate.num_ranks)
+    @property
+    def _priced(self) -> list[PricedChain]:
+        prices, chains = self.lines.problem.prices, self.lines.apart[0].chains
+        return [prices.priced(chain, self.degrees, self.setting) for chain in chains]
 
     def assemble(self, chains: ChainSet, parts: Sequence[Ranges]) -> Candidate:
         """Return the candidate with the given layer ranges of each chain's stages."""
@@ -145,18 +132,15 @@ class Frame:
         """Return the best splits of a chain into 1, 2, ... stages by forward time alone, without regard to memory."""
         priced = self.lines.problem.prices.priced(chain, self.degrees, self.setting)
         most = max(1, min(max_stages, len(chain.layers)))
-        return tuple(split for split in partition(_by_forward(priced), most) if split is not None)
+        layers = [PartitionLayer(seconds=seconds) for seconds in np.diff(priced.forward_s).tolist()]
+        return tuple(split for split in partition(layers, most) if split is not None)
 
 
 Structure = Callable[[Frame], Iterator[Candidate]]
 
 
 def baseline(name: str, problem: Problem) -> Candidate:
-    """Return the fastest candidate of a baseline that fits the memory.
-
-    Args:
-        name: name in `BASELINES`.
-        problem: problem that the search solves.
+    """Return the fastest candidate that fits the memory of a baseline, by its name in `BASELINES`.
 
     Raises:
         PlanError: the name is unknown, stage counts are demanded although the baseline decides them, there is no batch to share
@@ -200,7 +184,7 @@ class _Race:
             self.smallest = min(
                 filter(None, (self.smallest, *found)), key=lambda each: max(each.rank_bytes), default=None
             )
-            fits = [candidate for candidate in found if frame.fits(candidate)]
+            fits = [candidate for candidate in found if candidate.fits]
             waiting += [candidate for candidate in fits if lower_bound_s(candidate) < self.best_s]
             laid_out, fitting = laid_out + 1, fitting + bool(fits)
             if len(waiting) >= _AT_ONCE:
@@ -271,7 +255,7 @@ def _megatron(frame: Frame) -> Iterator[Candidate]:
         behind = rest[min(len(rest), frame.num_stages - len(first.ranges)) - 1]
         ranges = (*first.ranges, *((a + offset, b + offset) for a, b in behind.ranges))
         candidate = frame.assemble(line, [ranges])
-        if frame.fits(candidate):
+        if candidate.fits:
             yield candidate
             return
 
@@ -318,10 +302,6 @@ _STRUCTURES: Mapping[str, Structure] = {
 
 BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in _STRUCTURES}
 """Baseline name -> strategy that proposes the baseline's fastest candidate, or none where `baseline` raises."""
-
-
-def _by_forward(priced: PricedChain) -> list[PartitionLayer]:
-    return [PartitionLayer(seconds=seconds) for seconds in np.diff(priced.forward_s).tolist()]
 
 
 def _nothing_fits(name: str, problem: Problem, smallest: Candidate | None) -> str:

@@ -17,57 +17,20 @@ Source: DFLOP §3.3, Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combinations import Combinations
-from mmcompile.planner.search.options import Array, Index
+from mmcompile.planner.search.options import Array
 from mmcompile.planner.search.partition import equal_ranges
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 _MAX_TRIED = 64
 """Number of configurations, best by DFLOP's estimate, that are checked by our memory model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Module:
-    """Possible degrees of one module (all encoders, or the language model), with seconds and bytes as arrays [configurations]."""
-
-    degrees: tuple[Degrees, ...]
-    which: Index
-    pp: Index
-    ranks: Index
-    duration_s: Array
-    """Seconds of one stage, all stages being equal, [configurations]."""
-    state_bytes: Array
-    """Bytes of one stage's parameters, gradients and optimizer state, [configurations]."""
-    saved_bytes: Array
-    """Bytes of one stage's activations of the mean microbatch, [configurations]."""
-
-    @classmethod
-    def of(cls, degrees: tuple[Degrees, ...], table: NDArray[Any]) -> _Module:
-        """Return the configurations from an array [6, configurations] whose rows are the fields after `degrees`, in order."""
-        which, pp, ranks = table[:3].astype(np.int64)
-        duration_s, state_bytes, saved_bytes = table[3:]
-        return cls(
-            degrees=degrees,
-            which=which,
-            pp=pp,
-            ranks=ranks,
-            duration_s=duration_s,
-            state_bytes=state_bytes,
-            saved_bytes=saved_bytes,
-        )
-
-    def take(self, chosen: NDArray[np.bool_]) -> _Module:
-        columns = (self.which, self.pp, self.ranks, self.duration_s, self.state_bytes, self.saved_bytes)
-        return _Module.of(self.degrees, np.stack(columns)[:, chosen])
 
 
 def dflop(problem: Problem) -> Sequence[Candidate]:
@@ -80,39 +43,32 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
     for each in found[:_MAX_TRIED]:
         parts = [equal_ranges(0, len(chain.layers), pp) for chain, pp in zip(chains.chains, each.counts, strict=True)]
         candidate = assemble(problem, chains, each.setting, each.degrees, parts)
-        if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):
+        if candidate.fits:
             return (candidate,)
     return ()
 
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """Yield the best few configurations of encoders and language model for each setting."""
-    combos = Combinations(problem=problem)
-    limit = problem.memory_bytes(1)
-    modules: dict[tuple[object, ...], _Module] = {}
+    combos, devices, limit = Combinations(problem=problem), problem.num_devices, problem.memory_bytes(1)
+    known: dict[tuple[object, ...], Array] = {}
 
-    def module(chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> _Module:
+    def table(chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> Array:
         drawn = (setting.num_microbatches, setting.dp) if chain is chains.chains[-1] else ()
         key = (chain, choices, setting.samples * setting.dp, setting.recompute, drawn)
-        if key not in modules:
-            modules[key] = _module(problem, chain, setting, choices)
-        return modules[key]
+        if key not in known:
+            known[key] = _table(problem, chain, setting, choices)
+        return known[key]
 
     for setting in combos.settings:
         setting = replace(setting, schedule="1f1b" if "1f1b" in problem.space.schedules else setting.schedule)
-        encoder = module(chains.chains[0], setting, tuple(combos.degrees(chains.chains[0], setting, last=False)))
-        language = module(chains.chains[1], setting, tuple(combos.degrees(chains.chains[1], setting, last=True)))
+        first, second = (tuple(combos.degrees(c, setting, last=c is chains.chains[-1])) for c in chains.chains)
+        encoder, language = table(chains.chains[0], setting, first), table(chains.chains[1], setting, second)
         # Of each, the configurations that some configuration of the other makes up to all devices.
-        encoder, language = (
-            encoder.take(np.isin(problem.num_devices - encoder.ranks, language.ranks)),
-            language.take(np.isin(problem.num_devices - language.ranks, encoder.ranks)),
-        )
-        depth = encoder.pp[:, None] + language.pp[None, :]
-        slowest_s = np.maximum(encoder.duration_s[:, None], language.duration_s[None, :])
-        makespan_s = (setting.num_microbatches + depth - 1) * slowest_s
-        fits = encoder.ranks[:, None] + language.ranks[None, :] == problem.num_devices
-        fits &= encoder.state_bytes[:, None] + depth * encoder.saved_bytes[:, None] <= limit
-        fits &= (language.state_bytes + language.pp * language.saved_bytes <= limit)[None, :]
+        which, pp, ranks, stage_s, state, saved = encoder[:, np.isin(devices - encoder[2], language[2]), None]
+        whose, depth, peers, other_s, held, kept = language[:, np.isin(devices - language[2], encoder[2])]
+        makespan_s = (setting.num_microbatches + pp + depth - 1) * np.maximum(stage_s, other_s)
+        fits = (ranks + peers == devices) & (state + (pp + depth) * saved <= limit) & (held + depth * kept <= limit)
         rows, columns = np.nonzero(fits)
         for index in np.argsort(makespan_s[rows, columns], kind="stable")[:8].tolist():
             row, column = int(rows[index]), int(columns[index])
@@ -120,19 +76,23 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]
                 chains=chains,
                 guess_s=float(makespan_s[row, column]),
                 setting=setting,
-                degrees=(encoder.degrees[encoder.which[row]], language.degrees[language.which[column]]),
-                counts=(int(encoder.pp[row]), int(language.pp[column])),
+                degrees=(first[int(which[row, 0])], second[int(whose[column])]),
+                counts=(int(pp[row, 0]), int(depth[column])),
             )
 
 
-def _module(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> _Module:
+def _table(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> Array:
+    """Return the possible degrees and stage counts of one module (all encoders, or the language model), [6, configurations].
+
+    Rows: index into `choices`, pp, ranks, then of one of the equal stages: seconds, bytes of parameters, gradients and optimizer
+    state, and bytes of the mean microbatch's activations.
+    """
     fixed = problem.stages.get(chain.name)
-    columns: list[NDArray[Any]] = []
+    columns: list[Array] = []
     for which, degrees in enumerate(choices):
         most = min(len(chain.layers), (problem.num_devices - 1) // degrees.ranks)
         pp = np.arange(1, most + 1) if fixed is None else np.arange(fixed, min(fixed, most) + 1)
         priced = problem.prices.priced(chain, degrees, setting)
-        state = float(priced.state_bytes[-1])
-        stage = np.array([[float(priced.total_s[-1])], [state], [float(priced.saved_bytes[-1])]]) / pp
+        stage = np.array([[priced.total_s[-1]], [priced.state_bytes[-1]], [priced.saved_bytes[-1]]]) / pp
         columns.append(np.stack([np.full(len(pp), which), pp, pp * degrees.ranks, *stage]))
-    return _Module.of(choices, np.concatenate(columns, axis=1))
+    return np.concatenate(columns, axis=1)

@@ -36,14 +36,12 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
     if not apart:
         return ()
     chains, splitter = apart[0], Splitter(problem=problem)
-    best: tuple[float, Candidate] | None = None
+    found: list[Candidate] = []
     for each in sorted(_topologies(problem, chains), key=lambda each: each.guess_s)[:_MAX_SPLIT]:
-        candidate = _drafted(problem, splitter, each)
-        if candidate is not None:
-            seconds = _step_s(candidate)
-            if best is None or seconds < best[0]:
-                best = seconds, candidate
-    return () if best is None else (best[1],)
+        parts = splitter.parts(each, problem.memory_bytes(problem.num_devices))
+        if not isinstance(parts, int):
+            found.append(assemble(problem, chains, each.setting, each.degrees, parts))
+    return (min(found, key=_step_s),) if found else ()
 
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
@@ -59,8 +57,8 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
         work = {chain.name: float(problem.prices.priced(chain, whole, setting).total_s[-1]) for chain in chains.chains}
         shares = allocate(work, per_replica)
         ways: list[list[tuple[Degrees, int, float, float]]] = []
-        for index, chain in enumerate(chains.chains):
-            last = index == len(chains.chains) - 1
+        for chain in chains.chains:
+            last = chain is chains.chains[-1]
             own: list[tuple[Degrees, int, float, float]] = []
             for tp, cp in product(problem.space.tp, problem.space.cp if last else (1,)):
                 pp, left = divmod(shares[chain.name], tp * cp)
@@ -73,21 +71,9 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
                     own.append((degrees, pp, slowest_s, float(priced.total_s[-1])))
             ways.append(own)
         for chosen in product(*ways):
-            slowest_s = max(each[2] for each in chosen)
-            rough_s = sum(each[3] for each in chosen) + (setting.num_microbatches - 1) * slowest_s
-            yield Combination(
-                chains=chains,
-                guess_s=rough_s,
-                setting=setting,
-                degrees=tuple(each[0] for each in chosen),
-                counts=tuple(each[1] for each in chosen),
-            )
-
-
-def _drafted(problem: Problem, splitter: Splitter, each: Combination) -> Candidate | None:
-    """Return the candidate of a topology, its chains split exactly (Eq. 4.1); None if a stage exceeds the memory."""
-    parts = splitter.parts(each, problem.memory_bytes(problem.num_devices))
-    return None if isinstance(parts, int) else assemble(problem, each.chains, each.setting, each.degrees, parts)
+            degrees, counts, slowest_s, total_s = zip(*chosen, strict=True)
+            guess_s = sum(total_s) + (setting.num_microbatches - 1) * max(slowest_s)
+            yield Combination(chains=chains, guess_s=guess_s, setting=setting, degrees=degrees, counts=counts)
 
 
 def _step_s(candidate: Candidate) -> float:
@@ -109,8 +95,6 @@ def allocate(work: Mapping[str, float], devices: int, minimum: int = 1) -> dict[
 
     Args:
         work: component -> seconds, FLOPs or any other measure of work.
-        devices: number of devices to allocate, all of them.
-        minimum: smallest number of devices of a component.
 
     Raises:
         ConfigError: fewer devices than the minimum takes, or work that is negative or zero in all.

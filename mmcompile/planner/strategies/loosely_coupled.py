@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import log, sqrt
 
 import numpy as np
 
 from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
-from mmcompile.planner.search.combinations import SPREAD_COST, Combinations
+from mmcompile.planner.search.combinations import Combinations, even_guess_s, unevenness
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
@@ -68,10 +67,7 @@ def _frames(combos: Combinations) -> Iterator[tuple[float, int, ChainSet, Settin
                     stages = min(problem.num_devices // degrees.ranks, len(last.layers))
                     if stages:
                         priced = problem.prices.priced(last, degrees, setting)
-                        uneven = 1.0 + SPREAD_COST * problem.prices.spread(setting) * sqrt(log(stages))
-                        guess_s = float(priced.total_s[-1]) * (1.0 + (setting.num_microbatches - 1) * uneven / stages)
-                        tight = priced.held_bytes(stages, setting.num_microbatches) > stages * problem.memory_bytes(1)
-                        yield guess_s * (1000.0 if tight else 1.0), number, chains, setting, degrees
+                        yield even_guess_s(problem, [priced], setting, stages), number, chains, setting, degrees
                         number += 1
 
 
@@ -91,13 +87,11 @@ def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: D
         fewest = 1 + len(slowest_s) - np.searchsorted(np.minimum.accumulate(slowest_s)[::-1], targets, side="right")
         needed = needed + np.where(fewest > len(slowest_s), problem.num_devices + 1, fewest * encoder.ranks)
         path_s += float(own.total_s[-1])
-    # Stages that work on unequal microbatches at the same time wait for the largest of them.
-    uneven = 1.0 + SPREAD_COST * problem.prices.spread(setting) * np.sqrt(np.log(np.arange(1, most + 1)))
+    uneven = unevenness(problem, setting, np.arange(1, most + 1))
     possible = np.isfinite(targets)
     guess_s = path_s + (setting.num_microbatches - 1) * np.where(possible, targets, 0.0) * uneven
     for index in np.flatnonzero(possible & (needed <= problem.num_devices)).tolist():
-        fixed = problem.stages.get(last.name, index + 1)
-        if fixed == index + 1:
+        if problem.stages.get(last.name, index + 1) == index + 1:
             yield Combination(
                 guess_s=float(guess_s[index]),
                 chains=chains,

@@ -47,7 +47,6 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
     """Run a strategy: return the search with all judged candidates, and the fastest one, None if no candidate fits the memory.
 
     Args:
-        problem: problem to solve.
         strategy: name of a strategy, or a function that proposes candidates.
 
     Raises:
@@ -76,7 +75,7 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
         if needs_sharing(problem, chains):
             for setting in (own for own in engine.combos.settings if own.dp == 1):
                 candidate = _shared_ranks(problem, chains, setting)
-                if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):
+                if candidate.fits:
                     engine.judge([candidate])
     engine.run()
     if problem.global_batch is not None and apart:
@@ -121,11 +120,6 @@ def _shared_ranks(problem: Problem, chains: ChainSet, setting: Setting) -> Candi
     """Return the candidate with one stage for each chain, chains assigned to devices longest first, each to the least loaded.
 
     The device of the last chain gets the highest rank; the other ranks follow the order of the first chain on each device.
-
-    Args:
-        problem: problem to solve.
-        chains: chain set with more chains than devices.
-        setting: setting with one replica.
     """
     last = len(chains.chains) - 1
     priced = [problem.prices.priced(chain, Degrees(), setting) for chain in chains.chains]

@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.plans.exact_cases import all_splits, chain, equal_layers, problem, random_case
+from support.plans.exact_cases import all_splits, chain, equal_layers, feed, problem, random_case
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.exact.conflict import Conflict, conflict
 from mmcompile.planner.exact.rules import Cap
 from mmcompile.planner.exact.solver import solve
-from mmcompile.planner.exact.split_problem import ExactProblem, Feed, broken
+from mmcompile.planner.exact.split_problem import ExactProblem, broken
 from mmcompile.planner.search.partition import PartitionLayer
 
 GIB = 2**30
@@ -81,7 +81,7 @@ def test_a_layer_that_fits_nowhere_is_named() -> None:
 
 def test_the_layout_is_part_of_a_conflict_where_it_is_in_the_way() -> None:
     chains = [
-        chain("v", equal_layers(4), low=1, high=1, feeds=(Feed(target=1),)),
+        chain("v", equal_layers(4), low=1, high=1, feeds=(feed(1),)),
         chain("l", equal_layers(4), low=2, high=2),
     ]
     found = conflict_of(problem(chains, "apart:v.0,v.3", "together:l.0,l.1", counts=[1, 2]))
@@ -93,9 +93,7 @@ def test_the_layout_is_part_of_a_conflict_where_it_is_in_the_way() -> None:
 
 
 def test_degrees_that_differ_are_named() -> None:
-    small, large = equal_layers(2), equal_layers(2)
-    chains = [chain("v", small, feeds=(Feed(target=1),)), chain("l", small, large)]
-    chains[1] = replace(chains[1], variants=chains[1].variants[1:])
+    chains = [chain("v", equal_layers(2), feeds=(feed(1),)), chain("l", equal_layers(2), tp=2)]
     assert conflict_of(problem(chains, "equal-tp")).text.splitlines()[0] == (
         "no plan: 'all chains have equal tp' cannot be met: v has tp 1, l has tp 2"
     )
@@ -103,7 +101,7 @@ def test_degrees_that_differ_are_named() -> None:
 
 def test_a_conflict_over_devices() -> None:
     chains = [
-        chain("v", equal_layers(4), feeds=(Feed(target=1),)),
+        chain("v", equal_layers(4), feeds=(feed(1),)),
         chain("l", equal_layers(4)),
     ]
     found = conflict_of(problem(chains, "stages:v=2..3", "stages:l=3..", devices=4))

@@ -14,6 +14,7 @@ from support.plans.exact_cases import (
     all_splits,
     chain,
     equal_layers,
+    feed,
     memory,
     problem,
     random_case,
@@ -28,7 +29,6 @@ from mmcompile.planner.exact.solver import Exact, solve
 from mmcompile.planner.exact.split_problem import (
     ExactChain,
     ExactProblem,
-    Feed,
     Splits,
     broken,
     slowest_ps,
@@ -81,7 +81,7 @@ def meets(text: str, chains: list[ExactChain], splits: Splits, used: dict[tuple[
             low, high = map(int, ends.split(".."))
             return low <= splits[numbers[name]].num_stages <= high
     assert str(constraint) == "equal-tp"
-    return len({split.variant for split in splits}) == 1
+    return len({own.tp for own in chains}) == 1
 
 
 def by_brute_force(chains: list[ExactChain], constraints: list[str], options: Options) -> float:
@@ -91,7 +91,7 @@ def by_brute_force(chains: list[ExactChain], constraints: list[str], options: Op
         limit = options["memory_bytes"] or INFINITE
         # A limit for every stage that the user gives takes the place of that of the device.
         limit = INFINITE if any(text.startswith("memory") and "@" not in text for text in constraints) else limit
-        devices = sum(split.num_stages * (split.variant + 1) for split in splits)
+        devices = sum(split.num_stages * own.devices for own, split in zip(chains, splits, strict=True))
         fits = max(used.values()) <= limit and devices <= (options["devices"] or INFINITE)
         value = slowest(chains, splits)
         if fits and value < best and all(meets(text, chains, splits, used) for text in constraints):
@@ -140,7 +140,7 @@ def fewest_stages(times: list[int], limit: int) -> int:
 
 def test_every_chain_is_split_well_not_only_the_slowest() -> None:
     chains = [
-        chain("v", equal_layers(6), low=2, high=2, feeds=(Feed(target=1),)),
+        chain("v", equal_layers(6), low=2, high=2, feeds=(feed(1),)),
         chain("l", equal_layers(8, 5.0), low=4, high=4),
     ]
     start = (Split(boundaries=(0, 1, 6)), Split(boundaries=(0, 2, 4, 6, 8)))
@@ -153,7 +153,7 @@ def test_every_chain_is_split_well_not_only_the_slowest() -> None:
 def test_stages_that_share_ranks_are_cut_to_fit_each_other() -> None:
     # Alone, each chain is best cut in the middle; together they are better cut against each other.
     chains = [
-        chain("v", equal_layers(4), low=2, high=2, feeds=(Feed(target=1),), ranks=((0,), (1,))),
+        chain("v", equal_layers(4), low=2, high=2, feeds=(feed(1),), ranks=((0,), (1,))),
         chain("l", equal_layers(3, 3.0), low=2, high=2, ranks=((0,), (1,))),
     ]
     asked = problem(chains)
@@ -167,28 +167,19 @@ def test_stages_that_share_ranks_are_cut_to_fit_each_other() -> None:
 def test_memory_grows_with_the_distance_to_the_loss_across_chains() -> None:
     # Three bytes a stage: with n stages in the language model the encoder's stage holds n + 1 microbatches of a byte.
     chains = [
-        chain("v", equal_layers(1, saved_bytes=1), feeds=(Feed(target=1),)),
+        chain("v", equal_layers(1, saved_bytes=1), feeds=(feed(1),)),
         chain("l", equal_layers(6, 1.0), high=6),
     ]
     found = solve(problem(chains, "memory:3B", microbatches=100, devices=7))
     assert isinstance(found, Exact)
     assert [split.num_stages for split in found.splits] == [1, 2]
     # Entering before the last layer, it is near the loss whatever the count.
-    chains[0] = chain("v", equal_layers(1, saved_bytes=1), feeds=(Feed(target=1, entry=5),))
+    chains[0] = chain("v", equal_layers(1, saved_bytes=1), feeds=(feed(1, entry=5),))
     asked = problem(chains, "memory:3B", microbatches=100, devices=7)
     found = solve(asked)
     assert isinstance(found, Exact)
     assert [split.num_stages for split in found.splits] == [1, 6]
     assert stage_bytes(asked, found.splits)[0] == [2]
-
-
-def test_degrees_are_chosen_with_the_devices() -> None:
-    # Halved by two devices each: 4 stages of one device or 2 of two come to the same; a big layer needs two.
-    layers = [*equal_layers(2), PartitionLayer(seconds=4.0), *equal_layers(2)]
-    halved = [PartitionLayer(seconds=layer.seconds / 2) for layer in layers]
-    found = solve(problem([chain("l", layers, halved)], devices=6))
-    assert isinstance(found, Exact)
-    assert (found.slowest_s, found.splits[0].variant) == (2.0, 1)
 
 
 def large(seed_number: int = 0) -> ExactProblem:
@@ -214,7 +205,7 @@ def test_when_the_time_is_up_there_is_an_answer_and_a_bound(budget_s: float) -> 
     rng = random.Random(5)
     ranks = tuple((rank,) for rank in range(6))
     chains = [
-        chain("v", random_layers(rng, 40), low=6, high=6, feeds=(Feed(target=1),), ranks=ranks),
+        chain("v", random_layers(rng, 40), low=6, high=6, feeds=(feed(1),), ranks=ranks),
         chain("l", random_layers(rng, 60), low=6, high=6, ranks=ranks),
     ]
     asked = problem(chains)

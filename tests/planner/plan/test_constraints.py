@@ -7,7 +7,7 @@ from support.plans.exact_cases import chain, equal_layers
 
 from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.demands import demands
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, InStage, SameTp, Unsatisfiable
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, InStage, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, EqualTp, MemoryCap, On, StageRange, Together, parse_constraint
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_refused_with_the_form(text: str, message: str) -
 
 CHAINS = [
     chain("vision", equal_layers(3), low=1, high=1, ranks=((0,),)),
-    chain("lm", equal_layers(6), equal_layers(6), low=2, high=2, ranks=((1,), (2,))),
+    chain("lm", equal_layers(6), tp=2, low=2, high=2, ranks=((1,), (2,))),
 ]
 
 
@@ -99,8 +99,6 @@ def demanded(*texts: str, chains: list[ExactChain] = CHAINS, memory_bytes: int |
         ("memory:7B@lm.1", Cap(num_bytes=7, chain=1, stage=1)),
         ("memory:7B@rank0", Cap(num_bytes=7, chain=0, stage=0)),
         ("stages:lm=2..", Count(chain=1, low=2, high=6)),
-        ("equal-tp", SameTp(chains=(0, 1))),
-        ("equal-tp:lm,vision", SameTp(chains=(0, 1))),
     ],
 )
 def test_names_become_places(text: str, rule: object) -> None:
@@ -117,6 +115,8 @@ def test_what_always_holds_demands_nothing() -> None:
         ("together:vision.0,lm.0", "vision.0 is in chain vision, lm.0 in lm, and a stage holds layers of one chain"),
         ("apart:lm,lm.2", "lm and lm.2 have a layer in common"),
         ("on:lm.0=rank0", "rank 0 runs vision.0, and lm.0 is in lm"),
+        ("equal-tp", "vision has tp 1, lm has tp 2"),
+        ("equal-tp:lm,vision", "vision has tp 1, lm has tp 2"),
     ],
 )
 def test_what_never_holds_says_why(text: str, why: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.oracles.layer_prices import layer_prices
+from support.plans.problem import problem_of
 from support.plans.sized_plan import vision_language_72b
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
@@ -17,7 +18,6 @@ from mmcompile.costmodel.load import NO_LOAD, Load
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.planner.pricing.pricing import WHOLE, LayerSharding, Pricing
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 
 CLUSTER = Cluster.parse("2x8xH100")
@@ -105,7 +105,7 @@ def test_problems_know_whose_tokens_are_shared() -> None:
 
 def test_durations_are_those_of_the_layers_and_nothing_without_tokens() -> None:
     loads = [LOADS[1], NO_LOAD, LOADS[2]]
-    got = PRICING.durations("vision", *columns(loads))
+    got = PRICING.group_durations("vision", *columns(loads))[PRICING.groups("vision")]
     assert got.shape == (27, 3, 3)
     assert not got[:, 1].any()
     times = layer_prices(PRICING, "vision", LOADS[2])[3][1]
@@ -187,7 +187,7 @@ def test_measured_kinds_replace_the_roofline_and_carry_over_to_other_layouts() -
 
 def test_measured_kinds_count_in_durations_of_many_microbatches() -> None:
     pricing = calibrated(1e-6)
-    got = pricing.durations("language_model", *columns(LOADS))
+    got = pricing.group_durations("language_model", *columns(LOADS))[pricing.groups("language_model")]
     for index, load in enumerate(LOADS):
         assert got[1, index, 0] == pytest.approx(1e-6 * load.tokens, rel=1e-6)
     seconds, _ = pricing.bulk("language_model", *columns(LOADS))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.settings import SCHEDULES, Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.infeasible import Relaxation, Way, explain, fits, nearest, relaxations
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import SearchSpace
@@ -122,9 +122,9 @@ def test_processes_of_this_machine_get_no_more_memory_by_being_more() -> None:
 
 
 def ways(number: int) -> tuple[Way, ...]:
-    """Ways to problems of 1, 2, ... devices."""
+    """Ways to problems of 1, 2, ... samples."""
     small = problem()
-    return tuple((f"way {index}", partial(replace, small, num_devices=index + 1)) for index in range(number))
+    return tuple((f"way {index}", partial(replace, small, global_batch=index + 1)) for index in range(number))
 
 
 @pytest.mark.parametrize("first", range(9))
@@ -133,7 +133,7 @@ def test_rising_ways_are_bisected_to_the_first_that_works(first: int) -> None:
 
     def works(made: Problem) -> bool:
         tried.append(made)
-        return made.num_devices > first
+        return made.global_batch is not None and made.global_batch > first
 
     found = nearest([Relaxation(words="more", ways=ways(8), rising=True)], works)
     assert found.works == ((f"way {first}",) if first < 8 else ())
@@ -152,7 +152,7 @@ def test_a_relaxation_that_gives_up_more_is_not_tried_for_nothing() -> None:
     less = Relaxation(words="less", ways=ways(3), rising=True)
     more = Relaxation(words="more", ways=ways(3), rising=True, instead_of="less")
     other = Relaxation(words="other", ways=ways(1), useless_after=("less",))
-    found = nearest([less, more, other], lambda made: made.num_devices in (2, 3))
+    found = nearest([less, more, other], lambda made: made.global_batch in (2, 3))
     assert (found.works, found.fails) == (("way 1",), ())
 
 

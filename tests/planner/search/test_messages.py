@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.messages import place
 from mmcompile.planner.search.settings import Degrees, Setting

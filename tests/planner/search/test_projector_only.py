@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from support.paths import CONFIGS
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT
 
 from mmcompile.api import capture, freeze
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.meta_model import skeleton
 from mmcompile.passes.cost.cost import Cost
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.infeasible import projector_only, trains_more
 from mmcompile.planner.search.problem import Problem
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.oracles.stage_memory import recomputed_layers, stage_activation_bytes
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, vision_language
 
 from mmcompile.config import PlanRequest, Recompute
@@ -19,7 +20,6 @@ from mmcompile.planner.plan.constraints import MemoryCap
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, CandidateStage
 from mmcompile.planner.search.outcome import plan_of
 from mmcompile.planner.search.recompute_by_layer import by_layer, relaxed

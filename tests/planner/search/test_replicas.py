@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.plans.every_candidate import every_candidate
+from support.plans.problem import problem_of
 from support.plans.search_plan import search
 from support.plans.toy_plan import FINGERPRINT, cost, toy_graph, vision_language
 
@@ -14,7 +15,6 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.search import combinations
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import balance_groups_of, decided_replicas
 from mmcompile.planner.search.settings import SearchSpace
 from mmcompile.planner.strategies.search import searched

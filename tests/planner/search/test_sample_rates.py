@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.plans.problem import problem_of
 from support.plans.sized_plan import mixed_samples, vision_language_72b, workload
 from support.plans.toy_plan import FINGERPRINT
 
@@ -12,7 +13,6 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan_record import SampleRate
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.outcome import sample_rates
 from mmcompile.planner.search.problem import Problem

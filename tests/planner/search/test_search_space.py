@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support.plans.every_candidate import every_candidate
+from support.plans.problem import problem_of
 from support.plans.search_plan import search
 from support.plans.sized_plan import block, mixed_samples, table_of, vision_language_72b, workload
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph, vision_language
@@ -21,7 +22,6 @@ from mmcompile.ir.graph import ComponentKind, ModelGraph
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, other_cuts
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import SearchSpace
@@ -253,7 +253,6 @@ def test_a_cut_between_chains_names_what_enters_where() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": 0}, "global_batch is 0; a step has at least one sample"),
         ({}, "num_microbatches or global_batch is needed"),
         (
             {"global_batch": 10, "space": SearchSpace(dp=(3, 4))},

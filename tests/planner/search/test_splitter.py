@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, cost, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Ranges, assemble
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, SearchSpace, Setting

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.plans.problem import problem_of
 from support.plans.search_plan import search
 from support.plans.sized_plan import mixed_samples, vision_language_72b, workload
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
@@ -14,7 +15,6 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.search.splitter import Splitter

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from support.plans.problem import problem_of
 from support.plans.sized_plan import vision_language_72b
 from support.plans.toy_plan import FINGERPRINT, cost, toy_graph
 
@@ -13,7 +14,6 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.resilience.nodes import Cover
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 from mmcompile.planner.templates.generate import generate

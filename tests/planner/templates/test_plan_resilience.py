@@ -9,6 +9,7 @@ from itertools import combinations, combinations_with_replacement
 
 import pytest
 import torch
+from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, cost, toy_graph, vision_language
 from torch import nn
 from zoo import FAMILIES
@@ -21,7 +22,6 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.resilience.instantiate import instantiate
 from mmcompile.planner.resilience.membership import MembershipPlan, Stop
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import SearchSpace

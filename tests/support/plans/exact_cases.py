@@ -9,10 +9,10 @@ from itertools import combinations, pairwise, product
 from typing import TypedDict
 
 from mmcompile.planner.exact.demands import demands
-from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Feed, Splits, Variant
+from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Splits
 from mmcompile.planner.plan.constraints import parse_constraint
-from mmcompile.planner.pricing.chains import ChainLayer
-from mmcompile.planner.search.partition import PartitionLayer, Split
+from mmcompile.planner.pricing.chains import ChainEdge, ChainLayer
+from mmcompile.planner.search.partition import PartitionLayer, Split, StageTables
 
 
 class Options(TypedDict):
@@ -51,24 +51,30 @@ def _working(layers: Sequence[PartitionLayer], working: tuple[int, ...]) -> tupl
     return tuple(replace(layer, working_bytes=own) for layer, own in zip(layers, working, strict=True))
 
 
+def feed(target: int, entry: int = 0) -> ChainEdge:
+    """An edge that enters before layer `entry` of a later chain."""
+    return ChainEdge(source=0, source_layer=0, target=target, target_layer=entry)
+
+
 def chain(
     name: str,
-    *variants: Sequence[PartitionLayer],
+    layers: Sequence[PartitionLayer],
+    *,
+    tp: int = 1,
     low: int = 1,
     high: int | None = None,
-    feeds: tuple[Feed, ...] = (),
+    feeds: tuple[ChainEdge, ...] = (),
     ranks: tuple[tuple[int, ...], ...] = (),
     working: tuple[int, ...] = (),
 ) -> ExactChain:
-    """A chain of one component; the variants have tp 1, 2, ..., and as many devices a stage."""
-    count = len(variants[0])
+    """A chain of one component, with as many devices a stage as ranks share its tensors."""
+    count = len(layers)
     return ExactChain(
         name=name,
         labels=tuple(ChainLayer(component=name, index=i, name=f"model.{name}.layers.{i}") for i in range(count)),
-        variants=tuple(
-            Variant(layers=_working(layers, working), tp=number + 1, devices=number + 1)
-            for number, layers in enumerate(variants)
-        ),
+        tables=StageTables(layers=_working(layers, working)),
+        tp=tp,
+        devices=tp,
         low=low,
         high=count if high is None else high,
         feeds=feeds,
@@ -101,14 +107,14 @@ def random_case(rng: random.Random) -> tuple[list[ExactChain], list[str], Option
     """An encoder and a language model, fixed (perhaps sharing ranks) or with devices to give out."""
     sizes = {"v": rng.randint(1, 4), "l": rng.randint(1, 5)}
     free = rng.random() < 0.5
-    degrees = rng.choice([1, 2]) if free else 1
     counts = {name: rng.randint(1, size) for name, size in sizes.items()}
     first = {"v": 0, "l": rng.randint(0, counts["v"])}
-    feeds = {"v": (Feed(target=1, entry=rng.choice([0, rng.randrange(sizes["l"])])),), "l": ()}
+    feeds = {"v": (feed(1, entry=rng.choice([0, rng.randrange(sizes["l"])])),), "l": ()}
     chains = [
         chain(
             name,
-            *(random_layers(rng, size) for _ in range(degrees)),
+            random_layers(rng, size),
+            tp=rng.choice([1, 2]) if free else 1,
             low=1 if free else counts[name],
             high=size if free else counts[name],
             feeds=feeds[name],
@@ -145,7 +151,7 @@ def random_constraint(rng: random.Random, sizes: dict[str, int]) -> str | None:
 
 
 def all_splits(chains: Sequence[ExactChain]) -> Iterator[Splits]:
-    """Every way to cut every chain, with every choice of degrees."""
+    """Every way to cut every chain."""
     ways = []
     for own in chains:
         cuts = [
@@ -153,9 +159,7 @@ def all_splits(chains: Sequence[ExactChain]) -> Iterator[Splits]:
             for n in range(own.low - 1, min(own.high, own.num_layers))
             for c in combinations(range(1, own.num_layers), n)
         ]
-        ways.append(
-            [Split(boundaries=(0, *c, own.num_layers), variant=v) for c in cuts for v in range(len(own.variants))]
-        )
+        ways.append([Split(boundaries=(0, *c, own.num_layers)) for c in cuts])
     return product(*ways)
 
 
@@ -163,7 +167,7 @@ def slowest(chains: Sequence[ExactChain], splits: Splits) -> float:
     """Picoseconds of the busiest ranks, from the definition."""
     busy: dict[object, float] = {}
     for own, split in zip(chains, splits, strict=True):
-        layers = own.variants[split.variant].layers
+        layers = own.tables.layers
         for stage, (first, last) in enumerate(pairwise(split.boundaries)):
             seconds = sum(layer.seconds for layer in layers[first:last]) + layers[last - 1].send_s
             seconds += layers[first - 1].return_s if first else 0.0
@@ -177,9 +181,9 @@ def memory(chains: Sequence[ExactChain], splits: Splits, microbatches: int) -> d
     depth: dict[tuple[str, int], int] = {}
     for own, split in reversed(list(zip(chains, splits, strict=True))):
         below = -1
-        for feed in own.feeds:
-            entry = next(s for s, end in enumerate(splits[feed.target].boundaries[1:]) if feed.entry < end)
-            below = max(below, depth[chains[feed.target].name, entry])
+        for edge in own.feeds:
+            entry = next(s for s, end in enumerate(splits[edge.target].boundaries[1:]) if edge.target_layer < end)
+            below = max(below, depth[chains[edge.target].name, entry])
         for stage in reversed(range(split.num_stages)):
             below += 1
             depth[own.name, stage] = below
@@ -187,12 +191,12 @@ def memory(chains: Sequence[ExactChain], splits: Splits, microbatches: int) -> d
     on_ranks: dict[object, int] = {}
     where: dict[tuple[str, int], object] = {}
     for own, split in zip(chains, splits, strict=True):
-        variant = own.variants[split.variant]
         for stage, (first, last) in enumerate(pairwise(split.boundaries)):
             held = min(depth[own.name, stage] + 1, microbatches)
-            need = sum(layer.fixed_bytes + held * layer.saved_bytes for layer in variant.layers[first:last])
-            need += variant.layers[first].begin_fixed_bytes + held * variant.layers[first].begin_saved_bytes
-            need += max(variant.working_bytes[first:last], default=0)
+            need = sum(layer.fixed_bytes + held * layer.saved_bytes for layer in own.tables.layers[first:last])
+            begin = own.tables.layers[first]
+            need += begin.begin_fixed_bytes + held * begin.begin_saved_bytes
+            need += max(own.tables.working_bytes[first:last], default=0)
             key = where[own.name, stage] = own.ranks[stage] if own.ranks else (own.name, stage)
             on_ranks[key] = on_ranks.get(key, 0) + need
             used[own.name, stage] = need

@@ -8,10 +8,10 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.search.build_problem import Costs, problem_of
 from mmcompile.planner.search.infeasible import explain
 from mmcompile.planner.search.outcome import plan_of
 from mmcompile.planner.strategies.search import AUTO, searched
+from support.plans.problem import Costs, problem_of
 
 
 def search(
