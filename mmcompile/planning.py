@@ -101,7 +101,7 @@ def _attention(request: PlanRequest) -> Attention:
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
     """Return the search space of a request: all degrees with a global batch, else only what the engine runs."""
     if request.global_batch is None:
-        space = SearchSpace.runnable(request.num_microbatches or DEFAULT_MICROBATCHES)
+        space = SearchSpace(microbatches=(request.num_microbatches or DEFAULT_MICROBATCHES,))
     else:
         cp = request.context_parallel or 1
         space = SearchSpace.everything(cluster, context_parallel=can_share_tokens)

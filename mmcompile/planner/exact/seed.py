@@ -93,8 +93,7 @@ class _ChainSplits:
     def _chain(self, chain: int, tail: int, count: int) -> dict[int, Split]:
         """Return splits into 1 to `count` stages; demands on positions are applied as if there were exactly `count` stages."""
         costs = (_cost(self.problem, chain, tail, k, count) for k in range(1, count + 1))
-        found = enumerate(cheapest_splits(costs), start=1)
-        return {k: split for k, split in found if split is not None}
+        return {k: split for k, split in enumerate(cheapest_splits(costs), start=1) if split is not None}
 
 
 def _depends_on_position(problem: ExactProblem, chain: int) -> bool:

@@ -154,7 +154,7 @@ class BranchAndBound:
         if not isinstance(parts, int):
             return assemble(self.problem, combination.chains, combination.setting, combination.degrees, parts)
         text = combination.text(many=self.problem.global_batch is not None)
-        self.too_big.append(MemoryShortage(text=text, chain=combination.chains.chains[parts].name, limit_bytes=limit))
+        self.too_big.append(MemoryShortage(text=text, limit_bytes=limit))
         return None
 
     def _refine(self) -> None:

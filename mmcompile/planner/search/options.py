@@ -61,7 +61,6 @@ class MemoryShortage:
     """Combination, or stage counts of one chain, whose stages exceed the memory."""
 
     text: str
-    chain: str
     limit_bytes: int
     number: int = 1
     """Number of combinations, or of stage counts of one chain, that this entry stands for."""
@@ -129,23 +128,17 @@ class OptionTables:
         again = f"recompute {setting.recompute}" if setting.recompute != "none" else ""
         words = ", ".join(filter(None, (str(degrees), again)))
         text = f"{chain.name} {counts.max()}" + (f" ({words})" if words else "")
-        limit = self.problem.memory_bytes(1)
-        self.too_big.setdefault(
-            text, MemoryShortage(text=text, chain=chain.name, limit_bytes=limit, number=len(counts))
-        )
+        shortage = MemoryShortage(text=text, limit_bytes=self.problem.memory_bytes(1), number=len(counts))
+        self.too_big.setdefault(text, shortage)
 
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
         """Return the least seconds of the slowest of 1, 2, ... stages, [most].
 
         Infinite where the memory cannot hold the stages.
         """
-        flights = min(setting.num_microbatches, 2 * most + 1)
-        key = (priced, setting.schedule, flights, most, last)
-        if key not in self._slowest:
-            self._slowest[key] = self._computed(priced, setting, most, last)
-        return self._slowest[key]
-
-    def _computed(self, priced: PricedChain, setting: Setting, most: int, last: bool) -> Array:
+        key = (priced, setting.schedule, min(setting.num_microbatches, 2 * most + 1), most, last)
+        if key in self._slowest:
+            return self._slowest[key]
         body = priced.body
         free = self.problem.memory_bytes(1) - body.working_bytes
         flights = _flights(setting.schedule, setting.num_microbatches, most, last)
@@ -158,7 +151,9 @@ class OptionTables:
         if free < 0:
             least[:] = np.inf
         even = float(priced.total_s[-1]) / np.arange(1, most + 1)
-        return np.where(np.isinf(least), np.inf, np.maximum(np.maximum(even, priced.slowest_s), least * body.seconds))
+        bound = np.maximum(np.maximum(even, priced.slowest_s), least * body.seconds)
+        self._slowest[key] = np.where(np.isinf(least), np.inf, bound)
+        return self._slowest[key]
 
     def _tail(self, priced: PricedChain, degrees: Degrees) -> float:
         """Return the rough seconds of gradient reduction and optimizer step if one stage held all layers of a chain."""

@@ -267,7 +267,7 @@ def sample_rates(
 def _values(
     pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return seconds [3] and activation bytes [3] of a component's layers at a load, at twice its tokens, at twice its squares."""
+    """Return seconds [3] and activation bytes [3] of a component at a load, at twice its tokens, at twice its squares."""
     tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
     seconds, saved = np.zeros(3), np.zeros(3)
     layers = zip(chain.layers, shardings, strict=True)

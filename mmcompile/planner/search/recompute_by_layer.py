@@ -70,25 +70,22 @@ def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Can
     for members in groups.values():
         own = [candidate.stages[index] for index in members]
         free = limit - sum(chains[stage.chain].fixed_bytes(stage) for stage in own)
-        caps = [_cap(candidate, index, constraints) for index in members]
+        caps = [_cap(candidate, index, constraints, limit) for index in members]
         key = (*((stage.chain, stage.first, stage.last, stage.in_flight) for stage in own), *caps)
         if key not in known:
-            choices = [
-                chains[stage.chain].choices(stage, limit if cap is None else min(cap, limit))
-                for stage, cap in zip(own, caps, strict=True)
-            ]
+            choices = [chains[stage.chain].choices(stage, cap) for stage, cap in zip(own, caps, strict=True)]
             known[key] = cheapest(choices, free)
         for index, stage, each in zip(members, own, known[key] or [], strict=known[key] is not None):
             stages[index] = chains[stage.chain].run(stage, each)
     return replace(candidate, stages=tuple(stages))
 
 
-def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) -> int | None:
-    """Return the smallest memory cap, in bytes, that constraints set for a stage or its ranks; None without one."""
+def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint], limit_bytes: int) -> int:
+    """Return the smallest memory cap, in bytes, that constraints set for a stage or its ranks, at most `limit_bytes`."""
     stage = candidate.stages[index]
     places = {"", candidate.chains.chains[stage.chain].name, candidate.names[index], *(f"rank{r}" for r in stage.ranks)}
     caps = [each.num_bytes for each in constraints if isinstance(each, MemoryCap) and each.where in places]
-    return min(caps, default=None)
+    return min([limit_bytes, *caps])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,11 +118,6 @@ class SearchSpace:
                 raise PlanError(f"the search space has no {name} to choose from; name at least one")
 
     @classmethod
-    def runnable(cls, num_microbatches: int | None = None) -> SearchSpace:
-        """Return the space that the engine runs by default: tp 1, one replica, 1F1B, no recomputation."""
-        return cls(microbatches=None if num_microbatches is None else (num_microbatches,))
-
-    @classmethod
     def everything(cls, cluster: Cluster, *, context_parallel: bool = False) -> SearchSpace:
         """Return the largest space that plans cover; tp and cp are powers of two up to the devices of a node.
 

@@ -59,7 +59,7 @@ class Splitter:
 
         `tail` stages lie between the end of the chain and the loss.
         """
-        most = min(len(chain.layers), max(max_stages, self._most(degrees)))
+        most = min(len(chain.layers), max(max_stages, self.problem.num_devices // degrees.ranks, 1))
         flights = min(setting.num_microbatches, tail + most)
         priced = self.problem.prices.priced(chain, degrees, setting)
         if not priced.saved_bytes[-1]:
@@ -69,10 +69,6 @@ class Splitter:
             layers, limit, flights = _scheduled(self.layers(priced, degrees), setting, flights, memory_bytes)
             self._tables[key] = partition(layers, most, memory_bytes=limit, tail=tail, num_microbatches=flights)
         return self._tables[key]
-
-    def _most(self, degrees: Degrees) -> int:
-        """Return the largest number of stages of a chain with given degrees for which the cluster has devices."""
-        return max(1, self.problem.num_devices // degrees.ranks)
 
     def layers(self, priced: PricedChain, degrees: Degrees) -> list[PartitionLayer]:
         """Return a chain's layers with the costs that `partition` reads, as if the schedule were 1F1B."""

@@ -66,9 +66,13 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]
         encoder, language = table(chains.chains[0], setting, first), table(chains.chains[1], setting, second)
         # Of each, the configurations that some configuration of the other makes up to all devices.
         which, pp, ranks, stage_s, state, saved = encoder[:, np.isin(devices - encoder[2], language[2]), None]
-        whose, depth, peers, other_s, held, kept = language[:, np.isin(devices - language[2], encoder[2])]
-        makespan_s = (setting.num_microbatches + pp + depth - 1) * np.maximum(stage_s, other_s)
-        fits = (ranks + peers == devices) & (state + (pp + depth) * saved <= limit) & (held + depth * kept <= limit)
+        last, last_pp, last_ranks, last_s, last_state, last_saved = language[
+            :, np.isin(devices - language[2], encoder[2])
+        ]
+        depth = pp + last_pp
+        makespan_s = (setting.num_microbatches + depth - 1) * np.maximum(stage_s, last_s)
+        fits = (ranks + last_ranks == devices) & (state + depth * saved <= limit)
+        fits &= last_state + last_pp * last_saved <= limit
         rows, columns = np.nonzero(fits)
         for index in np.argsort(makespan_s[rows, columns], kind="stable")[:8].tolist():
             row, column = int(rows[index]), int(columns[index])
@@ -76,8 +80,8 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]
                 chains=chains,
                 guess_s=float(makespan_s[row, column]),
                 setting=setting,
-                degrees=(first[int(which[row, 0])], second[int(whose[column])]),
-                counts=(int(pp[row, 0]), int(depth[column])),
+                degrees=(first[int(which[row, 0])], second[int(last[column])]),
+                counts=(int(pp[row, 0]), int(last_pp[column])),
             )
 
 
@@ -94,5 +98,5 @@ def _table(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple[
         pp = np.arange(1, most + 1) if fixed is None else np.arange(fixed, min(fixed, most) + 1)
         priced = problem.prices.priced(chain, degrees, setting)
         stage = np.array([[priced.total_s[-1]], [priced.state_bytes[-1]], [priced.saved_bytes[-1]]]) / pp
-        columns.append(np.stack([np.full(len(pp), which), pp, pp * degrees.ranks, *stage]))
+        columns.append(np.stack([np.full(len(pp), which), pp, pp * degrees.ranks, *stage], dtype=np.float64))
     return np.concatenate(columns, axis=1)

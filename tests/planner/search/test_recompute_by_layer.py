@@ -67,7 +67,7 @@ def found(gib: float, *, recomputes: tuple[Recompute, ...] = RECOMPUTES) -> tupl
         fingerprint=FINGERPRINT,
         stages={"vision": 1, "language_model": 2},
         projector="with_encoder",
-        space=replace(SearchSpace.runnable(8), recomputes=recomputes),
+        space=replace(SearchSpace(microbatches=(8,)), recomputes=recomputes),
     )
     engine, best = searched(problem)
     assert best is not None

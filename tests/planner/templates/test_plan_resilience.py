@@ -218,7 +218,7 @@ def best_of(cluster: str, strategy: str = "auto", global_batch: int | None = Non
         Cluster.parse(cluster),
         dtype="bfloat16",
         fingerprint=FINGERPRINT,
-        space=SearchSpace.runnable(4),
+        space=SearchSpace(microbatches=(4,)),
         global_batch=global_batch,
     )
     _, best = searched(problem, strategy)

@@ -44,7 +44,7 @@ def problem_of(
     calibration: Calibration | None = None,
 ) -> Problem:
     """The problem with its chains, the fields of `Pricing` and `Problem` by keywords; `costs` of one load hold for every load."""
-    space = space or SearchSpace.runnable()
+    space = space or SearchSpace()
     pricing = Pricing(
         table=costs if isinstance(costs, CostTable) else CostTable(layers=costs),
         cluster=cluster,
