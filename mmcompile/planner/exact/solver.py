@@ -171,7 +171,8 @@ class _Minimisation:
             while better is None and (limit_ps := self._middle(bound_ps, best_ps)) is not None:
                 better = within(limit_ps)
                 if better is None:
-                    bound_ps = self._above(limit_ps)
+                    # The next possible time above the limit that no split meets.
+                    bound_ps = self.values[bisect_left(self.values, limit_ps + 1)] if self.values else limit_ps + 1
                     self.bound_ps = bound_ps if everything else self.bound_ps
             better = better or within(best_ps - 1)
         if everything:
@@ -192,10 +193,6 @@ class _Minimisation:
             return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
         low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)
         return self.values[(low + high - 1) // 2] if low < high - 1 else None
-
-    def _above(self, limit_ps: int) -> int:
-        """Return the next possible time in ps above a limit that no split meets."""
-        return self.values[bisect_left(self.values, limit_ps + 1)] if self.values else limit_ps + 1
 
 
 def _values(problem: ExactProblem) -> list[int]:

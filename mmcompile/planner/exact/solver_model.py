@@ -68,7 +68,10 @@ class Model:
                     chain.forbid(k, self._problem.chains[chain.index].tables.times > limit_ps, ())
             for busy in self._busy:
                 self._solver.add(busy <= max(limits))
-            return self._splits() if self._check(self._asked) == z3.sat else None
+            if self._check(self._asked) != z3.sat:
+                return None
+            solution = self._solver.model()
+            return tuple(chain.read(solution) for chain in self._chains)
         finally:
             self._solver.pop()
 
@@ -104,10 +107,6 @@ class Model:
         if left_s <= 0:
             raise TimeoutError
         return left_s
-
-    def _splits(self) -> Splits:
-        model = self._solver.model()
-        return tuple(chain.read(model) for chain in self._chains)
 
     def _tail_literals(self) -> list[list[Bit]]:
         """Return literals [chain][d]: at least d stages lie between the chain's end and the loss; True where that is certain."""

@@ -16,6 +16,7 @@ from mmcompile.planner.plan.geometry import MEDIA_WORDS, Geometry, Media, MediaI
 from mmcompile.planner.pricing.sample_sizes import grid_of, media_lengths, token_ids, token_mask
 
 _CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
+_TEXT = ("input_ids", "inputs_embeds")
 _WHOLE = 0.99
 """Least share of an image's row pairs for attention to count as global; below it, rows attend within windows.
 
@@ -83,7 +84,7 @@ def _sources(
 
 def _modality_of(component: Component) -> Modality:
     """Return the modality of a component's rows, from the names of the model inputs that reach the component."""
-    if component.kind == ComponentKind.LANGUAGE_MODEL or any(_is_text(name) for name in component.sources):
+    if component.kind == ComponentKind.LANGUAGE_MODEL or any(name.endswith(_TEXT) for name in component.sources):
         return "text"
     hits: list[Modality] = [
         modality
@@ -91,10 +92,6 @@ def _modality_of(component: Component) -> Modality:
         if any(word in source for source in component.sources for word in words)
     ]
     return hits[0] if len(hits) == 1 else "sample"
-
-
-def _is_text(name: str) -> bool:
-    return name.endswith(("input_ids", "inputs_embeds"))
 
 
 def _sequences(batch: Mapping[str, object]) -> Tensor | None:
@@ -171,16 +168,13 @@ def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
 def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities: Mapping[str, Modality]) -> set[int]:
     """Return the numbers of rows of all tensors that components of a modality send, directly or not, to one component."""
     nodes: dict[str, fx.Node] = {node.name: node for node in graph.module.graph.nodes}
-    rows: set[int] = set()
+    dag, rows = graph.dag(), set[int]()
     for producer, consumer, names in graph.edges:
-        if consumer == component and modality in (modalities[producer], *_above(graph, producer, modalities)):
+        above = {modalities[name] for name in (producer, *nx.ancestors(dag, producer))}
+        if consumer == component and modality in above:
             for name in names:
                 rows |= {prod(concrete_shape(tensor)[:-1]) for tensor in tensors(nodes[name])}
     return rows
-
-
-def _above(graph: ModelGraph, component: str, modalities: Mapping[str, Modality]) -> set[Modality]:
-    return {modalities[name] for name in nx.ancestors(graph.dag(), component)}
 
 
 def _placeholders(sequences: Tensor, rows: set[int]) -> int:

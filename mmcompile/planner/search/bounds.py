@@ -106,9 +106,9 @@ class _Union:
     out: Index
     """Edges out of each stage that return gradients, as indices [stages, most], filled up with the number of edges."""
     source: Index
-    """Source stage of each edge, [edges]."""
+    """Stage that sends forward over each edge, [edges]."""
     target: Index
-    gradient: NDArray[np.bool_]
+    """Stage that returns a gradient over each edge, the number of stages where none is returned, [edges]."""
     link_s: Array
 
     @classmethod
@@ -143,8 +143,7 @@ class _Union:
             into=_lists(target, len(stages), np.ones_like(gradient)),
             out=_lists(source, len(stages), gradient),
             source=source,
-            target=target,
-            gradient=gradient,
+            target=np.where(gradient, target, len(stages)),
             link_s=np.array([edge[2] for edge in edges]),
         )
 
@@ -157,11 +156,10 @@ class _Union:
         there = np.zeros((draws, edges + 1, most + 1))
         back = np.zeros((draws, edges + 1, most + 1))
         last = self.turn + self.step * self.count
-        returns = np.where(self.gradient, self.target, num_stages)
         for tick in range(int(self.start.min()), int(last.max())):
             self._advance(clock, tick - self.start, self.seconds[0], there, self.into, self.source)
             since = np.where(self.backward, tick - self.turn, -1)
-            runs, microbatch = self._advance(clock, since, self.seconds[1], back, self.out, returns)
+            runs, microbatch = self._advance(clock, since, self.seconds[1], back, self.out, self.target)
             clock[:, runs] += self.seconds[2][:, runs, microbatch]
         return clock
 

@@ -128,16 +128,23 @@ class _PricedModes:
         layers = range(stage.first, stage.last)
         return StageChoices(
             mixed=[self._ways(layer, stage.in_flight) for layer in layers],
-            kept=[(_way(self.kept, layer, self._mode(layer, "none"), stage.in_flight),) for layer in layers],
+            kept=[(self._way(self.kept, layer, "none", stage.in_flight),) for layer in layers],
             limit_bytes=limit_bytes - self.fixed_bytes(stage),
         )
 
     def _ways(self, layer: int, in_flight: int) -> LayerWays:
         modes = RECOMPUTES if self.backward[layer] else ("none",)
-        return tuple(_way(self.mixed[mode], layer, self._mode(layer, mode), in_flight) for mode in modes)
+        return tuple(self._way(self.mixed[mode], layer, mode, in_flight) for mode in modes)
 
-    def _mode(self, layer: int, mode: Recompute) -> Recompute | None:
-        return mode if self.backward[layer] else None
+    def _way(self, priced: PricedChain, layer: int, mode: Recompute, in_flight: int) -> LayerVariant:
+        """Return the seconds and bytes of one layer in one mode, taken from a chain priced in that mode."""
+        held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
+        return LayerVariant(
+            mode=mode if self.backward[layer] else None,
+            num_bytes=int(held),
+            working_bytes=int(priced.working_bytes[layer]) if in_flight else 0,
+            seconds=float(_one(priced.total_s, layer)),
+        )
 
     def run(self, stage: CandidateStage, modes: Modes) -> CandidateStage:
         """Return the stage with new recomputation modes of its layers, and the seconds and bytes that follow from them."""
@@ -160,17 +167,6 @@ class _PricedModes:
             working_bytes=int(max(priced.working_bytes[layer] for priced, layer in own)),
             modes=modes,
         )
-
-
-def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int) -> LayerVariant:
-    """Return the seconds and bytes of one layer in one mode, taken from a chain priced in that mode."""
-    held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
-    return LayerVariant(
-        mode=mode,
-        num_bytes=int(held),
-        working_bytes=int(priced.working_bytes[layer]) if in_flight else 0,
-        seconds=float(_one(priced.total_s, layer)),
-    )
 
 
 def _one(running: NDArray[Any], layer: int) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain as chained
+from itertools import product
 
 import numpy as np
 
@@ -30,10 +32,12 @@ _FINALISTS = 6
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
     """Return the candidates of Cornstarch's Algorithm 1."""
-    options = sorted(_options(Combinations(problem=problem)), key=lambda option: option.guess_s)
+    combos = Combinations(problem=problem)
+    frames = sorted(_frames(combos), key=lambda frame: frame[0])[:_MAX_FRAMES]
+    options = chained.from_iterable(_counts(combos, *frame) for _, frame in frames)
     splitter = Splitter(problem=problem)
     found: list[Candidate] = []
-    for option in options[:_MAX_DRAFTED]:
+    for option in sorted(options, key=lambda option: option.guess_s)[:_MAX_DRAFTED]:
         candidate = _drafted(problem, splitter, option)
         if candidate is not None:
             found.append(candidate)
@@ -42,36 +46,27 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
     return found
 
 
-def _options(combos: Combinations) -> Iterator[Combination]:
-    """Yield every stage count of the last chain with a rough estimate of the step; encoders still have one stage each."""
-    for _, _, chains, setting, degrees in sorted(_frames(combos), key=lambda frame: frame[:2])[:_MAX_FRAMES]:
-        yield from _counts(combos, chains, setting, degrees)
-
-
-def _frames(combos: Combinations) -> Iterator[tuple[float, int, ChainSet, Setting, Degrees]]:
-    """Yield (guess in s, running number, chain set, setting, degrees of all chains), stage counts left open.
+def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setting, Degrees]]]:
+    """Yield (guess in s, (chain set, setting, degrees of all chains)), stage counts left open.
 
     The guess is of a step as if the last chain had all devices; multiplied by 1000 if the memory looks too small.
     """
     problem = combos.problem
     apart = [chains for chains in problem.sets if not chains.colocated]
-    number = 0
-    for setting in combos.settings:
+    for setting, tp, cp in product(combos.settings, problem.space.tp, problem.space.cp):
         if "1f1b" in problem.space.schedules:
             setting = replace(setting, schedule="1f1b")
-        for tp in problem.space.tp:
-            for cp in problem.space.cp:
-                degrees = Degrees(tp=tp, cp=cp, dp=setting.dp)
-                for chains in apart:
-                    last = chains.chains[-1]
-                    stages = min(problem.num_devices // degrees.ranks, len(last.layers))
-                    if stages:
-                        priced = problem.prices.priced(last, degrees, setting)
-                        yield even_guess_s(problem, [priced], setting, stages), number, chains, setting, degrees
-                        number += 1
+        degrees = Degrees(tp=tp, cp=cp, dp=setting.dp)
+        for chains in apart:
+            last = chains.chains[-1]
+            stages = min(problem.num_devices // degrees.ranks, len(last.layers))
+            if stages:
+                priced = problem.prices.priced(last, degrees, setting)
+                yield even_guess_s(problem, [priced], setting, stages), (chains, setting, degrees)
 
 
 def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: Degrees) -> Iterator[Combination]:
+    """Yield every stage count of the last chain with a rough estimate of the step; encoders still have one stage each."""
     problem, last = combos.problem, chains.chains[-1]
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
     if most < 1:
