@@ -140,7 +140,7 @@ Structure = Callable[[Frame], Iterator[Candidate]]
 
 
 def baseline(name: str, problem: Problem) -> Candidate:
-    """Return the fastest candidate that fits the memory of a baseline, by its name in `BASELINES`.
+    """Return the fastest candidate that fits the memory of a baseline; `name` is its name in `BASELINES`.
 
     Raises:
         PlanError: the name is unknown, stage counts are demanded although the baseline decides them, there is no batch to share
