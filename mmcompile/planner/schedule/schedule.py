@@ -185,14 +185,17 @@ class Placed(Protocol):
     @property
     def name(self) -> str:
         """Name of the stage, unique in a schedule."""
+        ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that run the stage."""
+        ...
 
     @property
     def depth(self) -> int:
         """Number of stages on the longest path to the loss stage."""
+        ...
 
 
 def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
