@@ -141,7 +141,7 @@ def work(job: ElasticJob, plan: GenerationPlan, rank: int) -> int:
     store = FileStore(str(job.folder / "store"), NUM_NODES)
     groups = Groups.connect(store, rank, NUM_NODES, torch.device("cpu"), local=True)
     programs = Programs(job.patterns.captured())
-    held = LayerStore.of(programs.parameters(), job.patterns.parameters(), job.optimizer)
+    held = LayerStore(programs.parameters(), job.patterns.parameters(), job.optimizer)
     layout = GenerationLayout(plan=plan, resilience=job.resilience, layers=job.layers, nodes=NODES)
     layers = layout.layers_of(WorkerId(node=NODES[rank], index=0))
     held.hold(layers)

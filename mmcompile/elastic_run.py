@@ -21,7 +21,8 @@ from mmcompile.codegen.program import PreparedMicrobatch
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.config import Reduction
 from mmcompile.data.batches import Batches
-from mmcompile.data.collate import Sample, Value, collate
+from mmcompile.data.collate import Sample
+from mmcompile.data.collate import collate as padded
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.planner.plan.by_layers import by_layers
 from mmcompile.planner.plan.placement import PlacedStage, Placement
@@ -165,6 +166,7 @@ def elastic_job(
     check_fingerprint(plan, fingerprint_of(captured.graph))
     layers = by_layers(plan)
     patterns = Patterns(model, layers, captured, subject.batch, on_capture)
+    pads = padding(model) if pad is None else pad
     job = ElasticJob(
         resilience=resilience,
         layers=layers,
@@ -178,7 +180,7 @@ def elastic_job(
         clip_norm=clip_norm,
         compiled=compile,
         reduction=reduction,
-        collate=collate or functools.partial(_collate, padding(model) if pad is None else pad),
+        collate=collate or (lambda samples, names: padded(samples, pads, names)),
         balancer=balancer(balance) if isinstance(balance, str) else balance,
         costs=functools.partial(_costs, plan),
         folder=Path(folder),
@@ -208,7 +210,7 @@ def _resilience(plan: Plan) -> Resilience:
 
 def compile_layers(job: ElasticJob) -> int:
     """Compile every distinct layer of the first steps, for all workers started later; return the number of graphs."""
-    return warm_up(_first_microbatches(job), job.patterns.parameters()).num_graphs
+    return warm_up(_first_microbatches(job), job.patterns.parameters())
 
 
 def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
@@ -235,7 +237,3 @@ def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
     """Return the costs of samples in a whole pipeline, which is one component that computes all of a sample."""
     costs = costs_of_samples(plan, samples)
     return SampleCosts(components=("",), costs=costs.costs.sum(axis=0, keepdims=True))
-
-
-def _collate(pad: Mapping[str, int | float], samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
-    return collate(samples, pad, names)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from mmcompile.batching.step_plan import PROTOCOL_VERSION, StepPlan
 from mmcompile.config import Reduction
 from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.runtime.checkpoint.saving import SaveCheckpoint
 from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
 
@@ -70,22 +71,6 @@ class SendEvents:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveCheckpoint:
-    """Write the rank's part of a checkpoint on a thread, and report to rank 0 through the store."""
-
-    folder: str
-    """Empty folder to write to, visible to all ranks."""
-    number: int
-    """Number of saves of this engine so far, including this one."""
-    step: int
-    """Number of updates so far."""
-    copies: bool
-    """Write copies made now, since training continues meanwhile."""
-    names: dict[int, tuple[str, ...]]
-    """Parameters that each rank writes, with their optimizer state, by rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCheckpoint:
     """Read this rank's tensors from a checkpoint, and report to rank 0. The tensors take effect with `ApplyCheckpoint`."""
 
@@ -118,21 +103,6 @@ class CloseEngine:
     """End the worker of every rank."""
 
 
-COMMANDS = (
-    Setup,
-    Install,
-    Step,
-    Gather,
-    SendEvents,
-    SaveCheckpoint,
-    LoadCheckpoint,
-    ApplyCheckpoint,
-    Refuse,
-    Done,
-    CloseEngine,
-)
-"""All kinds of commands. A command is sent with its position in this tuple."""
-
 Command: TypeAlias = (
     Setup
     | Install
@@ -146,3 +116,6 @@ Command: TypeAlias = (
     | Done
     | CloseEngine
 )
+
+COMMANDS: tuple[type[Command], ...] = get_args(Command)
+"""All kinds of commands. A command is sent with its position in this tuple."""

@@ -16,8 +16,8 @@ from mmcompile.planner.schedule.simulate import Event
 from mmcompile.runtime.checkpoint.index import state_key, weight_key
 from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, whole_piece
 from mmcompile.runtime.checkpoint.rank_checkpoints import balanced
-from mmcompile.runtime.checkpoint.restored import Restored, whole_job
-from mmcompile.runtime.checkpoint.saving import SaveOrder, Saving
+from mmcompile.runtime.checkpoint.restored import Restored
+from mmcompile.runtime.checkpoint.saving import SaveOrder, Saving, WholeJob
 from mmcompile.runtime.checkpoint.trainer_state import Stored
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
@@ -111,7 +111,7 @@ class Controller:
         command = Install(
             pattern=programs.pattern,
             tower=tower,
-            holders=self._trainable_holders(),
+            holders={n: tuple(sorted(at)) for n, at in sorted(self._holders.items()) if n in self._trainable},
             updaters=self._updaters,
             restored=restored,
             waiting=waiting,
@@ -154,9 +154,8 @@ class Controller:
         known = {order.tied.get(name, name) for name in self._held_names()}
         absent = {name: tensor for name, tensor in values.items() if name not in known}
         part = self.worker.part(command, lambda: self._not_held(absent))
-        return self.worker.checkpoints.begin(
-            order.trainer.step, whole_job(order, part, self._groups.world_size, self._restored).run
-        )
+        job = WholeJob(order=order, part=part, num_ranks=self._groups.world_size, restored=self._restored)
+        return self.worker.checkpoints.begin(order.trainer.step, job.run)
 
     def read(self, stored: Stored) -> str:
         """Make every rank read its tensors from a checkpoint into memory, without changing weights or optimizer state.
@@ -297,19 +296,15 @@ class Controller:
         pieces += [whole_piece(state_key(_parameter_of(p), _key_of(p)), tensor) for p, tensor in given.items()]
         return pieces + self._restored.pieces()
 
-    def _updates(self, rank: int, name: str) -> bool:
-        return self._updaters.get(name, rank) == rank
-
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of `_trained` to send to a rank: optimizer state only of parameters that it updates."""
         return {
-            name: {p: t for p, t in tensors.items() if self._updates(rank, name) or not p.startswith("state/")}
+            name: {
+                path: tensor
+                for path, tensor in tensors.items()
+                if self._updaters.get(name, rank) == rank or not path.startswith("state/")
+            }
             for name, tensors in trained.items()
-        }
-
-    def _trainable_holders(self) -> dict[str, tuple[int, ...]]:
-        return {
-            name: tuple(sorted(stages)) for name, stages in sorted(self._holders.items()) if name in self._trainable
         }
 
 

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import copy
 import functools
-import math
 import os
 import time
 import weakref
@@ -17,7 +16,6 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeAlias, TypeVar, get_args, runtime_checkable
 
 import numpy as np
@@ -31,7 +29,6 @@ from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
 from mmcompile.batching.program_source import ProgramSource
-from mmcompile.batching.step_plan import StepPlan
 from mmcompile.batching.step_planner import Collate, Costs, PlannedStep, StepPlanner
 from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample
@@ -42,12 +39,11 @@ from mmcompile.runtime.checkpoint.checkpoint_folder import make_fresh, resolved,
 from mmcompile.runtime.checkpoint.export import export
 from mmcompile.runtime.checkpoint.saving import SaveOrder, Saving
 from mmcompile.runtime.checkpoint.trainer_state import Resumed, Stored, TrainerState, encoded
-from mmcompile.runtime.checkpoint.whole_checkpoint import shapes_of
 from mmcompile.runtime.commands import CloseEngine, Command, Done, Refuse, Setup, Step
 from mmcompile.runtime.controller import Controller
 from mmcompile.runtime.launch.background_balancer import BackgroundBalancer
 from mmcompile.runtime.launch.session import ProcessGroupSession, open_session
-from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
+from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals, metrics_of
 from mmcompile.runtime.optim.optimizer import MASTER, OptimizerSpec, RankOptimizer, SchedulerFactory, scheduler_after
 from mmcompile.runtime.optim.param_groups import ParameterGroup
 from mmcompile.runtime.user_model import UserModel
@@ -309,7 +305,10 @@ class Engine:
             EngineError: a rank failed; the engine cannot be used any more.
         """
         if self._controller is None:
-            yield from self._follow_train()
+            start = time.perf_counter()
+            while self._follow("step", "train") != "train":
+                yield self._followed(start)
+                start = time.perf_counter()
             return
         read = _with_states(batches)
         marked = _with_last(read) if self._accumulate > 1 else ((batch, False) for batch in read)
@@ -365,7 +364,11 @@ class Engine:
                 False, the next call of the engine raises it, or `Saving.wait`.
         """
         self._finish_saving()
-        self._check_whole_step()
+        if self._before.num_parts:
+            raise CheckpointError(
+                f"cannot save in the middle of a step: gradients of {self._before.num_parts} calls wait for an update, and "
+                "checkpoints hold none; save after a call that updates (step(update=True))"
+            )
         order = self._save_order(Path(folder), self._data if data is None else data, copies=not wait)
         trainable = self._user.trainable(self._source.parameters())
         saving = self._session.call(self._rank_0.save, order, trainable)
@@ -403,7 +406,7 @@ class Engine:
         """
         self._finish_saving()
         stored = Stored.find(resolved(Path(folder)))
-        self._user.check(stored.trainer, shapes_of(stored.index), self._setup.optimizer, folder)
+        self._user.check(stored, self._setup.optimizer, folder)
         self._user.check_weights(stored)
         if failure := self._session.call(self._rank_0.read, stored):
             raise CheckpointError(failure)
@@ -425,20 +428,15 @@ class Engine:
             if not self._session.is_over:
                 self._finish_saving()
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        if isinstance(self._balancer, BackgroundBalancer):
-            self._balancer.close()
-        farewell = None if self._controller is None else functools.partial(self._controller.tell, CloseEngine())
-        self._session.close(farewell)
+            if isinstance(self._balancer, BackgroundBalancer):
+                self._balancer.close()
+            farewell = None if self._controller is None else functools.partial(self._controller.tell, CloseEngine())
+            self._session.close(farewell)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _plan_next(
@@ -448,22 +446,16 @@ class Engine:
 
         Args:
             batches: (batch, true if it is the last) in order.
-            step: number of the step.
             before: calls since the last update.
         """
-        found = next(batches, None)
-        if found is None:
+        if (found := next(batches, None)) is None:
             return None
         (samples, state), is_last = found
         update = is_last or self._updates(before, None)
         return self._planner.plan(step, samples, update=update, before=before), state
 
     def _run(self, planned: PlannedStep, start: float, *, waited_s: float, trace: bool) -> StepMetrics:
-        """Run a planned step, and return its metrics.
-
-        Args:
-            start: time at which the user requested the step, in seconds of time.perf_counter.
-        """
+        """Run a planned step that the user requested at `start` (time.perf_counter), and return its metrics."""
         plan = planned.plan
         totals = self._session.call(self._run_on_ranks, planned, trace)
         self._before = planned.after
@@ -472,7 +464,7 @@ class Engine:
             self._num_steps += 1
             if self._scheduler is not None:
                 self._scheduler.step()
-        metrics = self._metrics(totals, plan, start)
+        metrics = metrics_of(plan, totals, start)
         self._planner.observe(planned, np.array(totals.microbatch_s))
         return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
 
@@ -485,43 +477,16 @@ class Engine:
             self._rank_0.tell(Done(call="step"))
         return totals
 
-    def _follow_train(self) -> Iterator[StepMetrics]:
-        """Execute rank 0's steps on another rank until rank 0 has no more batches, and yield their metrics."""
-        while True:
-            start = time.perf_counter()
-            if self._follow("step", "train") == "train":
-                return
-            yield self._followed(start)
-
     def _followed(self, start: float) -> StepMetrics:
         assert self._worker.last is not None, "a step was followed, but left no totals"
         plan, totals = self._worker.last
         self._num_steps = plan.step if plan.update else plan.step - 1
         self._num_samples += plan.num_samples
-        return self._metrics(totals, plan, start)
-
-    def _metrics(self, totals: StepTotals, plan: StepPlan, start: float) -> StepMetrics:
-        return StepMetrics(
-            step=plan.step,
-            loss=totals.loss / plan.total_weight,
-            num_tokens=totals.num_tokens,
-            num_samples=plan.num_samples,
-            seconds=time.perf_counter() - start,
-            grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
-            busy_s=totals.busy_s,
-            updated=plan.update,
-        )
+        return metrics_of(plan, totals, start)
 
     def _updates(self, before: AccumulatedStep, update: bool | None) -> bool:
         """Return whether a call updates parameters, from its `update` argument and the calls since the last update."""
         return before.num_parts + 1 >= self._accumulate if update is None else update
-
-    def _check_whole_step(self) -> None:
-        if self._before.num_parts:
-            raise CheckpointError(
-                f"cannot save in the middle of a step: gradients of {self._before.num_parts} calls wait for an update, and "
-                "checkpoints hold none; save after a call that updates (step(update=True))"
-            )
 
     def _follow(self, *calls: str) -> str:
         """Execute rank 0's commands of one call of the user, which is one of `calls`, on another rank; return the call's name."""

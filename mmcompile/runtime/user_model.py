@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from mmcompile.batching.program_source import ProgramSource
 from mmcompile.errors import CheckpointError
+from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.checkpoint.index import weight_key
 from mmcompile.runtime.checkpoint.pieces import whole_piece
-from mmcompile.runtime.checkpoint.trainer_state import Stored, TrainerState, fingerprint
+from mmcompile.runtime.checkpoint.trainer_state import Stored, fingerprint
 from mmcompile.runtime.optim.master_weights import given_masters
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
 from mmcompile.runtime.optim.param_groups import check_matches
@@ -96,26 +97,17 @@ class UserModel:
             piece = whole_piece(weight_key(name), parameters[name].detach())
             dcp.read_piece(stored.place, stored.index, piece)
 
-    def check(
-        self,
-        trainer: TrainerState,
-        weights: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        optimizer: OptimizerSpec,
-        folder: str | os.PathLike[str],
-    ) -> None:
-        """Refuse a checkpoint of another model or optimizer.
+    def check(self, stored: Stored, optimizer: OptimizerSpec, folder: str | os.PathLike[str]) -> None:
+        """Refuse a checkpoint of another model, or of another optimizer than this engine's.
 
         Args:
-            trainer: training state of the checkpoint.
-            weights: dtype and shape of each weight in the checkpoint.
-            optimizer: optimizer of this engine.
             folder: the checkpoint's folder, for errors.
 
         Raises:
             CheckpointError: names the difference between the checkpoint and the model or engine.
         """
-        parameters = self.source.parameters()
-        saved = trainer.optimizer
+        parameters, weights = self.source.parameters(), stored.index.weights
+        saved = stored.trainer.optimizer
         if (saved.module, saved.name) != (optimizer.module, optimizer.name):
             raise CheckpointError(f"{folder} was saved with {saved.name}, this engine has {optimizer.name}")
         have, wanted = ([group.match for group in spec.groups] for spec in (optimizer, saved))
@@ -128,7 +120,8 @@ class UserModel:
             raise CheckpointError(
                 f"{folder} was saved with master_weights, which this engine has not: give master_weights=True"
             )
-        for name, (dtype, shape) in weights.items():
+        for name, weight in weights.items():
+            dtype, shape = torch_dtype(weight.dtype), weight.shape
             if name not in parameters:
                 raise CheckpointError(
                     f"{folder} trains {name}, which this model does not have: it belongs to another model"
@@ -149,7 +142,7 @@ class UserModel:
                 "part of the model: train the same, or start anew from what engine.export() wrote"
             )
         own = self.frozen()
-        other = [name for name, wanted in trainer.frozen.items() if name in own and own[name] != wanted]
+        other = [name for name, wanted in stored.trainer.frozen.items() if name in own and own[name] != wanted]
         if other:
             raise CheckpointError(
                 f"{folder} was trained with other weights that do not train: {other[0]} and {len(other) - 1} more differ in "

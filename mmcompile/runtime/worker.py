@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -38,7 +37,7 @@ from mmcompile.runtime.commands import (
     Setup,
     Step,
 )
-from mmcompile.runtime.executor.executor import Executor, StepResult, num_backwards
+from mmcompile.runtime.executor.executor import Executor, num_backwards
 from mmcompile.runtime.executor.loaded_stage import LoadedStage, Stages
 from mmcompile.runtime.executor.p2p import P2P
 from mmcompile.runtime.executor.totals import OwnTotals, add_up
@@ -199,14 +198,7 @@ class Worker:
             more: function that returns pieces of parameters that no rank holds, which rank 0 writes. Raises CheckpointError.
         """
         self._gradients.settle()
-        return self.checkpoints.part(
-            Path(command.folder),
-            command.names.get(self._groups.rank, ()),
-            number=command.number,
-            step=command.step,
-            copies=command.copies,
-            more=more,
-        )
+        return self.checkpoints.part(command, more)
 
     def gathered(self, command: Gather) -> dict[str, Tensor]:
         """Return the parameters, or the optimizer state, that a command names for this rank, without copying."""
@@ -303,7 +295,7 @@ class Worker:
         actions: Sequence[Action],
         p2p: P2P,
         sums: GradientSums | CarriedSums,
-    ) -> StepResult:
+    ) -> OwnTotals:
         for name, group in self._op_groups.items():
             register_group(name, group)
         executor = Executor(
@@ -332,19 +324,17 @@ class Worker:
         ]
         return result
 
-    def _totals(self, plan: StepPlan, result: StepResult, faults: Mapping[str, float]) -> StepTotals:
+    def _totals(self, plan: StepPlan, own: OwnTotals, faults: Mapping[str, float]) -> StepTotals:
         losses = torch.zeros(len(plan.microbatches), self._num_shards, dtype=torch.float64)
         if self._counts_loss:
-            losses[:, self._shard] = result.losses
-        norms = self._gradients.squared_norms() if self._setup.clip_norm is not None and plan.update else None
+            losses[:, self._shard] = own.losses[:, 0]
+        else:
+            own.num_tokens = 0
+        own.losses = losses
+        if self._setup.clip_norm is not None and plan.update:
+            own.squared_norms = self._gradients.squared_norms()
         limit = arithmetic_of(self._setup.reduction).limit
-        own = OwnTotals(
-            losses=losses,
-            num_tokens=result.num_tokens if self._counts_loss else 0,
-            seconds=result.seconds,
-            squared_norms=norms,
-            faults=faults if limit < math.inf else None,
-        )
+        own.faults = faults if limit < math.inf else None
         return add_up(self._groups, plan, own, names=self._gradients.names, limit=limit)
 
 

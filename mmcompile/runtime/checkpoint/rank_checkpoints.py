@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from torch import Tensor
 from mmcompile.codegen.program import StageProgram
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, Holding, state_piece, wanted_by, weight_piece
-from mmcompile.runtime.checkpoint.saving import PartJob, Saving
+from mmcompile.runtime.checkpoint.saving import PartJob, SaveCheckpoint, Saving
 from mmcompile.runtime.checkpoint.trainer_state import Stored, TrainerState
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.optim.optimizer import RankState
+from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,41 +48,28 @@ class RankCheckpoints:
             for spec in program.parameters:
                 self._holdings[spec.name] = Holding.of(spec)
 
-    def part(
-        self,
-        folder: Path,
-        names: Iterable[str],
-        *,
-        number: int,
-        step: int,
-        copies: bool,
-        more: Callable[[], Sequence[CheckpointPiece]] = tuple,
-    ) -> PartJob:
+    def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
         """Return this rank's job in a save.
 
         Args:
-            folder: folder to write to, visible to all ranks.
-            names: parameters that this rank writes, with their optimizer state.
-            number: number of saves of this engine so far, including this one.
-            step: number of parameter updates so far.
-            copies: write copies made now, since training continues meanwhile.
             more: function that returns pieces of parameters that no rank holds, which rank 0 writes. Raises CheckpointError.
         """
         try:
-            pieces, refused = [*self._pieces(names), *more()], ""
-            if copies:
+            pieces, refused = [*self._pieces(command.names.get(self.groups.rank, ())), *more()], ""
+            if command.copies:
                 pieces = [_copied(piece) if piece.trains else piece for piece in pieces]
                 if self.groups.device.type == "cuda":
                     torch.cuda.synchronize(self.groups.device)
         except CheckpointError as error:
             pieces, refused = [], str(error)
         return PartJob(
-            folder=folder,
+            folder=Path(command.folder),
             rank=self.groups.rank,
-            step=step,
+            step=command.step,
             pieces=pieces,
             refused=refused,
-            store=_store(self.groups, number),
+            # Over a connection of its own, which no other thread blocks on.
+            store=dist.PrefixStore(f"checkpoint/{command.number}", self.groups.store.clone()),
         )
 
     def begin(self, step: int, write: Callable[[Saving], None]) -> Saving:
@@ -177,21 +165,10 @@ def _copied(piece: CheckpointPiece) -> CheckpointPiece:
     return CheckpointPiece(key=piece.key, dtype=piece.dtype, shape=piece.shape, boxes=piece.boxes, tensor=lambda: copy)
 
 
-def _store(groups: Groups, number: int) -> dist.Store:
-    """Return the section of the store for one save, over a connection of its own, which no other thread blocks on."""
-    return dist.PrefixStore(f"checkpoint/{number}", groups.store.clone())
-
-
-def balanced(holders: Mapping[str, Iterable[int]], num_bytes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
-    """Return the names that each rank writes: each name once, by a rank that holds it, balanced by bytes.
-
-    Names with one holder are assigned first, then the largest; of equally loaded ranks the lowest takes a name.
-    """
-    load: dict[int, int] = {}
-    chosen: dict[int, list[str]] = {}
-    ranks = {name: sorted(found) for name, found in holders.items()}
-    for name in sorted(ranks, key=lambda name: (len(ranks[name]) > 1, -num_bytes[name], name)):
-        rank = min(ranks[name], key=lambda rank: (load.get(rank, 0), rank))
-        load[rank] = load.get(rank, 0) + num_bytes[name]
-        chosen.setdefault(rank, []).append(name)
-    return {rank: tuple(names) for rank, names in sorted(chosen.items())}
+def balanced(holders: Mapping[str, Collection[int]], num_bytes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    """Return the names that each rank writes: each name once, by a rank that holds it, balanced by bytes."""
+    writers = assign_updaters(holders, num_bytes, {})
+    return {
+        rank: tuple(name for name, writer in writers.items() if writer == rank)
+        for rank in sorted(set(writers.values()))
+    }

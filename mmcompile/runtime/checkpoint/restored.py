@@ -1,4 +1,4 @@
-"""Rank 0's job in saves (`whole_job`), and optimizer state not yet loaded from a checkpoint (`Restored`)."""
+"""`Restored`: optimizer state not yet loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.checkpoint.index import CheckpointIndex, state_key
 from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, Holding, empty_piece
-from mmcompile.runtime.checkpoint.saving import PartJob, SaveOrder, WholeJob
 from mmcompile.runtime.checkpoint.trainer_state import Stored
 
 
@@ -45,16 +44,6 @@ class Restored:
             if name in self.names
             for key in states
         ]
-
-
-def whole_job(order: SaveOrder, part: PartJob, num_ranks: int, restored: Restored) -> WholeJob:
-    """Return rank 0's job in a save; once it is done, `restored` refers to the new checkpoint instead of the loaded one."""
-
-    def note_saved() -> None:
-        # The new checkpoint has it too, and the user may delete the old one.
-        restored.folder = order.folder
-
-    return WholeJob(order=order, part=part, num_ranks=num_ranks, saved=note_saved)
 
 
 def _from(stored: Stored, key: str) -> CheckpointPiece:

@@ -25,6 +25,7 @@ from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoint.checkpoint_folder import swap, sync, unwritable
 from mmcompile.runtime.checkpoint.index import CheckpointIndex, StoredTensor, digest_of
 from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
+from mmcompile.runtime.checkpoint.restored import Restored
 from mmcompile.runtime.checkpoint.trainer_state import TrainerState, files_of, write_state
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
@@ -88,6 +89,22 @@ class Saving:
             self._error = error
         finally:
             self._done.set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCheckpoint:
+    """Command of rank 0: write the rank's part of a checkpoint on a thread, and report to rank 0 through the store."""
+
+    folder: str
+    """Empty folder to write to, visible to all ranks."""
+    number: int
+    """Number of saves of this engine so far, including this one."""
+    step: int
+    """Number of updates so far."""
+    copies: bool
+    """Write copies made now, since training continues meanwhile."""
+    names: dict[int, tuple[str, ...]]
+    """Parameters that each rank writes, with their optimizer state, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,8 +179,8 @@ class WholeJob:
     order: SaveOrder
     part: PartJob
     num_ranks: int
-    saved: Callable[[], None]
-    """Called once the checkpoint is complete and in place of the old one."""
+    restored: Restored
+    """Optimizer state still in a loaded checkpoint, which the new one gets too; it is read from there once that is complete."""
 
     def run(self, saving: Saving) -> None:
         """Write rank 0's part, then join the parts of all ranks and report the outcome. Raises CheckpointError."""
@@ -175,7 +192,8 @@ class WholeJob:
             failure = error if isinstance(error, CheckpointError) else unwritable(self.order.folder, error)
             self._tell(saving, str(failure))
             raise failure from error
-        self.saved()
+        # The user may delete the loaded checkpoint.
+        self.restored.folder = self.order.folder
         self._tell(saving, "")
 
     def _tell(self, saving: Saving, outcome: str) -> None:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.checkpoint.checkpoint_folder import replacing, swap
 from mmcompile.runtime.checkpoint.index import CheckpointIndex, state_key, weight_key
 from mmcompile.runtime.checkpoint.pieces import Holding, wanted_by, whole_piece
@@ -28,11 +26,6 @@ class Checkpoint:
     """Trained parameters by original name."""
     optimizer: Mapping[str, Tensor]
     """Tensors of optimizer state by `<key>/<parameter>`."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each weight, by original name."""
-        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()}
 
 
 def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
@@ -73,8 +66,3 @@ def read(folder: Path) -> Checkpoint:
         dcp.read_piece(stored.place, stored.index, piece)
     tensors = {path: piece.tensor() for path, piece in wanted.items()}
     return Checkpoint(trainer=stored.trainer, weights=under("value/", tensors), optimizer=under("state/", tensors))
-
-
-def shapes_of(index: CheckpointIndex) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype and shape of each weight of a checkpoint, by name."""
-    return {name: (torch_dtype(stored.dtype), stored.shape) for name, stored in index.weights.items()}

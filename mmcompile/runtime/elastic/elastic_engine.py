@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from mmcompile.errors import ConfigError, EngineError
@@ -114,7 +113,9 @@ class ElasticEngine:
             EngineError: training ended before its last step; the message has the reason, and what was saved.
         """
         for event in self._reader.follow(lambda: self._cluster.ended):
-            self._note(event)
+            self._events.append(event)
+            if self._on_event is not None:
+                self._on_event(event)
             if event.kind is EventKind.COMMITTED and event.cursor is not None:
                 yield StepRecord.decode(event.cursor).metrics
             # All were told; they need a moment.
@@ -173,12 +174,5 @@ class ElasticEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _note(self, event: RunEvent) -> None:
-        self._events.append(event)
-        if self._on_event is not None:
-            self._on_event(event)

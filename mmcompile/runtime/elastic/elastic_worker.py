@@ -8,12 +8,14 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from mmcompile.errors import CheckpointError, EngineError, MMCompileError, VerifyError
 from mmcompile.planner.resilience.job import WorkerId
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
+from mmcompile.runtime.checkpoint.trainer_state import Stored
 from mmcompile.runtime.control.membership_client import MembershipClient, Superseded
 from mmcompile.runtime.control.messages import Generation
 from mmcompile.runtime.control.store import forget_before
@@ -30,7 +32,7 @@ from mmcompile.runtime.elastic.programs import Programs, share
 from mmcompile.runtime.elastic.warm_up import num_graphs
 from mmcompile.runtime.monitoring import tracing
 from mmcompile.runtime.monitoring.fail_points import fail_point
-from mmcompile.runtime.monitoring.metrics import StepTotals
+from mmcompile.runtime.monitoring.metrics import StepTotals, metrics_of
 from mmcompile.runtime.optim.optimizer import HyperSchedule
 
 
@@ -63,7 +65,7 @@ class ElasticWorker:
         self.job = job
         self.membership = membership
         self.programs = Programs(job.patterns.captured())
-        self.store = LayerStore.of(self.programs.parameters(), job.patterns.parameters(), job.optimizer)
+        self.store = LayerStore(self.programs.parameters(), job.patterns.parameters(), job.optimizer)
         self.rates = HyperSchedule(job.optimizer, job.scheduler)
         self.controller = ElasticController(job)
         self.graphs_before = num_graphs()
@@ -78,7 +80,9 @@ class ElasticWorker:
             except Superseded:
                 fail_point("superseded", rank=generation.rank, generation=generation.number)
             except (MMCompileError, VerifyError) as error:
-                self._end_training(error)
+                # It would recur on any worker: bad data, a full disk, a bug. So training ends for all nodes.
+                with contextlib.suppress(Superseded):
+                    self.membership.abort(str(error))
 
     def _train(self, generation: Generation) -> None:
         rank, number = generation.rank, generation.number
@@ -96,11 +100,6 @@ class ElasticWorker:
             finally:
                 # Nothing of this generation runs afterwards.
                 self.controller.close()
-
-    def _end_training(self, error: MMCompileError | VerifyError) -> None:
-        """End training for all nodes, at an error that would recur on any worker: bad data, a full disk, a bug."""
-        with contextlib.suppress(Superseded):
-            self.membership.abort(str(error))
 
 
 class _GenerationRun:
@@ -134,7 +133,8 @@ class _GenerationRun:
         store, committed = self._store, self._generation.committed
         if self._id.node in self._generation.joined or self._plan.checkpoint is not None:
             store.clear()
-        store.drop_gradients()
+        # Of a step that was not committed.
+        store.state.optimizer.zero_grad()
         groups, programs = self._connection.groups, self._worker.programs
         # Workers started since know no patterns that were captured while training.
         share(groups, programs, programs.late if groups.rank == 0 else ())
@@ -205,7 +205,8 @@ class _GenerationRun:
         waited_s = time.perf_counter() - start_s
         hyper, trace = self._worker.rates.of(step), step == self._job.num_steps
         totals = self._compute(functools.partial(worker.lead, planned, hyper, trace=trace))
-        metrics = worker.metrics(totals, planned, start_s=start_s, waited_s=waited_s)
+        metrics = metrics_of(planned.plan, totals, start_s)
+        metrics = replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
         return totals, StepRecord(data=data, metrics=metrics).encode()
 
     def _compute(self, function: Callable[[], StepTotals]) -> StepTotals:
@@ -257,12 +258,13 @@ class _GenerationRun:
             self._worker.membership.finish()
 
     def _read_checkpoint(self, step: int) -> None:
+        stored = Stored.find(self._job.checkpoints)
         saved = checkpoint.read(self._job.checkpoints)
         if saved.trainer.step != step:
             raise CheckpointError(
                 f"{self._job.checkpoints} holds step {saved.trainer.step}; step {step} was there when this generation was planned"
             )
-        self._job.user.check(saved.trainer, saved.shapes, self._job.optimizer, self._job.checkpoints)
+        self._job.user.check(stored, self._job.optimizer, self._job.checkpoints)
         for layer in sorted(self._layers):
             if self._store.trains(layer):
                 self._store.put(layer, self._store.part_of(layer, saved.weights, saved.optimizer))

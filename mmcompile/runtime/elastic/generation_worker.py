@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +18,7 @@ from mmcompile.runtime.elastic.generation_layout import shares_of
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 from mmcompile.runtime.elastic.layer_store import LayerStore
 from mmcompile.runtime.elastic.programs import Programs, share
-from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
+from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.optimizer import Hyper
 from mmcompile.runtime.worker import Worker
@@ -82,13 +80,7 @@ class GenerationWorker:
         self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
 
     def lead(self, planned: PlannedStep, hyper: Hyper, *, trace: bool) -> StepTotals:
-        """Announce a step to the other ranks, compute it on rank 0, and return its totals.
-
-        Args:
-            planned: plan of the step, with programs and batch inputs of its microbatches.
-            hyper: settings of the optimizer for this step.
-            trace: measure every action.
-        """
+        """Announce a step to the other ranks, compute it on rank 0, and return its totals."""
         patterns = {prepared.programs.pattern: prepared.programs for prepared in planned.prepared}
         new = [programs for pattern, programs in patterns.items() if pattern not in self._programs]
         step = Step(plan=planned.plan, hyper=hyper, seed=self._job.seed, trace=trace)
@@ -105,28 +97,6 @@ class GenerationWorker:
             self._learn()
         self._install(order.step.plan)
         return self.inner.compute(order.step)
-
-    def metrics(self, totals: StepTotals, planned: PlannedStep, *, start_s: float, waited_s: float) -> StepMetrics:
-        """Return the metrics of a step (on rank 0).
-
-        Args:
-            totals: totals over all ranks.
-            planned: plan of the step.
-            start_s: start of the step, in seconds of time.perf_counter.
-            waited_s: seconds for which the step waited for its plan.
-        """
-        return StepMetrics(
-            step=planned.plan.step,
-            loss=totals.loss,
-            num_tokens=totals.num_tokens,
-            num_samples=planned.plan.num_samples,
-            seconds=time.perf_counter() - start_s,
-            grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
-            busy_s=totals.busy_s,
-            balance=planned.balance,
-            planning_s=planned.seconds,
-            waited_s=waited_s,
-        )
 
     def answers_for(self) -> tuple[int, ...]:
         """Return the numbers of the last step's microbatches that this rank reports as done: those whose loss it computed.
@@ -147,10 +117,7 @@ class GenerationWorker:
         return tuple(sorted(mine))
 
     def _learn(self, patterns: Sequence[PatternPrograms] = ()) -> None:
-        """Receive the programs of new patterns from rank 0, which passes them as `patterns`.
-
-        Parameters that first occur in a new pattern have their initial values.
-        """
+        """Receive the programs of new patterns from rank 0, which passes them as `patterns`."""
         share(self._groups, self._programs, patterns)
         self._store.learn(self._programs.parameters())
         self._store.hold(self._layers)

@@ -6,7 +6,6 @@ worker needs memory for the layer that it receives and for a few chunks.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,15 +40,6 @@ _ADVICE = "it was not used; if this comes again, test the memory and the network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CopyReport:
-    """Bytes of tensors (without headers) that one worker sent and received in all its copies, and the seconds it took."""
-
-    bytes_sent: int
-    bytes_received: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
     """One worker's settings for all its copies: groups, ranks of workers, function called before waits, and bytes of a chunk."""
 
@@ -67,7 +57,7 @@ def run_copies(
     check: Callable[[], None],
     *,
     chunk_bytes: int = CHUNK_BYTES,
-) -> CopyReport:
+) -> None:
     """Run this worker's part of all copies, round by round; within a round it sends and receives at the same time.
 
     A layer is put into the store once it has arrived completely and its digest is right. No layer is dropped from the store.
@@ -85,14 +75,9 @@ def run_copies(
         VerifyError: a worker sends or receives twice in a round, or to itself; or a source does not hold the layer.
         PeerLost: another worker is gone.
     """
-    start = time.perf_counter()
     side = _Side(groups=groups, ranks=ranks, check=check, chunk_bytes=chunk_bytes)
-    moved = [_run(side, *mine, store) for mine in _rounds(copies, ranks, groups.rank)]
-    return CopyReport(
-        bytes_sent=sum(sent for sent, _ in moved),
-        bytes_received=sum(received for _, received in moved),
-        seconds=time.perf_counter() - start,
-    )
+    for send, receive in _rounds(copies, ranks, groups.rank):
+        _run(side, send, receive, store)
 
 
 def _rounds(
@@ -112,10 +97,8 @@ def _rounds(
     return [(sends.get(number), receives.get(number)) for number in sorted(sends.keys() | receives.keys())]
 
 
-def _run(
-    side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[WorkerId] | None, store: LayerStore
-) -> tuple[int, int]:
-    """Run one round, and return the numbers of bytes sent and received.
+def _run(side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[WorkerId] | None, store: LayerStore) -> None:
+    """Run one round.
 
     No worker waits for bytes before its own header is sent, nor for its own bytes to be sent before it is ready to receive. So
     workers may send to each other, in rings of any length.
@@ -127,12 +110,9 @@ def _run(
         fail_point("receiving", rank=side.groups.rank)
     if departure is not None:
         fail_point("sending", rank=side.groups.rank)
-    sent = 0 if departure is None else departure.finish()
-    if arrival is None:
-        return sent, 0
-    tensors = arrival.finish()
-    store.put(arrival.layer, tensors)
-    return sent, sum(tensor.nbytes for tensor in tensors.values())
+        departure.finish()
+    if arrival is not None:
+        store.put(arrival.layer, arrival.finish())
 
 
 class _Messages:
@@ -170,17 +150,14 @@ class _Departure:
         for data in seal(Header(layer=copy.layer, digest=store.digest(copy.layer), entries=entries)):
             self._messages.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def finish(self) -> int:
-        """Send the layer's bytes, wait until they are sent, and return their number."""
-        total = 0
+    def finish(self) -> None:
+        """Send the layer's bytes, and wait until they are sent."""
         for chunk in chunks(self._tensors, self._chunk_bytes):
             while len(self._messages) >= _WINDOW:
                 self._messages.wait()
             self._messages.send(chunk)
-            total += len(chunk)
         while len(self._messages):
             self._messages.wait()
-        return total
 
 
 class _Arrival:

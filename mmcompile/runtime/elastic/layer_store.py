@@ -26,36 +26,27 @@ class LayerStore:
     """Keeps the parameters and optimizer state of one worker by layer, and copies them in and out.
 
     Args:
-        state: parameters and optimizer of the worker; changed in place.
         layers: parameters of each layer. A tied parameter is in several layers, under one name. Absent layers have no
             parameters.
-        values: initial values of all parameters, by name.
+        values: initial values of all parameters, by name. The store holds no parameters yet.
         device: device on which parameters are kept.
+
+    Attributes:
+        state: parameters and optimizer of the worker.
     """
 
     def __init__(
         self,
-        state: RankState,
-        layers: Mapping[LayerId, Sequence[ParameterSpec]],
-        values: Mapping[str, Tensor],
-        device: torch.device,
-    ) -> None:
-        self.state = state
-        self._specs: dict[LayerId, dict[str, ParameterSpec]] = {}
-        self._values = values
-        self._device = device
-        self.learn(layers)
-
-    @classmethod
-    def of(
-        cls,
         layers: Mapping[LayerId, Sequence[ParameterSpec]],
         values: Mapping[str, Tensor],
         optimizer: OptimizerSpec,
         device: torch.device = _CPU,
-    ) -> LayerStore:
-        """Return a store that holds no parameters yet."""
-        return cls(RankState(optimizer=RankOptimizer(optimizer)), layers, values, device)
+    ) -> None:
+        self.state = RankState(optimizer=RankOptimizer(optimizer))
+        self._specs: dict[LayerId, dict[str, ParameterSpec]] = {}
+        self._values = values
+        self._device = device
+        self.learn(layers)
 
     def learn(self, layers: Mapping[LayerId, Iterable[ParameterSpec]]) -> None:
         """Add the parameters of a pattern captured while training to the known layers.
@@ -156,10 +147,6 @@ class LayerStore:
     def clear(self) -> None:
         """Drop all parameters and their optimizer state."""
         self._drop(self.state.parameters.keys())
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of a step that was not committed."""
-        self.state.optimizer.zero_grad()
 
     def digest(self, layer: LayerId) -> str:
         """Return a digest of a layer's parameters and optimizer state, equal for replicas with equal bits. Raises VerifyError."""

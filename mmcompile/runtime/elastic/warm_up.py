@@ -7,9 +7,8 @@ gradients where the executor has them, and inputs of the layout that `CompiledLa
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,25 +25,16 @@ _RUNS = 2
 """Number of runs of a layer whose sizes vary: one that compiles, and one of other sizes, which may need code of their own."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmUp:
-    """Number of layers that `warm_up` compiled before workers start, and the seconds it took."""
-
-    num_graphs: int
-    """Number of compiled graphs; a forward and its backward are one graph."""
-    num_layers: int
-    """Number of layer programs that the graphs serve."""
-    seconds: float
-
-
 def warm_up(
     microbatches: Iterable[PreparedMicrobatch],
     parameters: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
     *,
     backend: str = "inductor",
-) -> WarmUp:
+) -> int:
     """Compile the distinct layers of microbatches by running each forward and backward, one at a time.
+
+    Returns the number of compiled graphs; a forward and its backward are one graph.
 
     A layer gets the microbatch's own inputs, and random values for the results of other layers; the run takes the memory of one
     layer. Parameters and the random number generator are unchanged. No thread or process is left behind.
@@ -59,22 +49,20 @@ def warm_up(
     Raises:
         VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.
     """
-    start, device = time.perf_counter(), torch.device(device)
-    before = num_graphs()
+    device, before = torch.device(device), num_graphs()
     tensors = {name: tensor.detach() for name, tensor in parameters.items()}
     runs: dict[tuple[str, ...], set[tuple[object, ...]]] = {}
-    served: set[tuple[str, str]] = set()
     with _alone(), one_thread(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for microbatch in microbatches:
             values = _Values(microbatch, tensors, device)
             for program in microbatch.programs.programs.values():
-                served.add((program.pattern, program.stage))
-                done = runs.setdefault(_layers(program), set())
+                layers = canonical_layers(program.source, program.stage).values()
+                done = runs.setdefault(tuple(layer.text for layer in layers), set())
                 sizes = values.sizes(program)
                 if sizes not in done and len(done) < _RUNS:
                     done.add(sizes)
                     _run(program, values, backend)
-    return WarmUp(num_graphs=num_graphs() - before, num_layers=len(served), seconds=time.perf_counter() - start)
+    return num_graphs() - before
 
 
 def num_graphs() -> int:
@@ -104,13 +92,12 @@ class _Values:
         Args:
             gradient: make inputs require grad if the program sends their gradient back, as in training.
         """
-        found: list[Tensor | int] = []
-        for port in program.inputs:
-            if port.kind == "size":
-                found.append(self._microbatch.sizes[port.name])
-            else:
-                found.append(self._tensor(port).requires_grad_(gradient and port.gradient))
-        return found
+        return [
+            self._microbatch.sizes[port.name]
+            if port.kind == "size"
+            else self._tensor(port).requires_grad_(gradient and port.gradient)
+            for port in program.inputs
+        ]
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
         """Return the program with its constants on the device, and its parameters and buffers there, by name."""
@@ -143,11 +130,6 @@ class _Values:
         for port, value in zip(program.outputs, results, strict=True):
             if not (value.is_floating_point() or value.is_complex()):
                 self._known[port.name] = value
-
-
-def _layers(program: StageProgram) -> tuple[str, ...]:
-    """Return the texts of a program's layers, each of which is compiled."""
-    return tuple(layer.text for layer in canonical_layers(program.source, program.stage).values())
 
 
 def _run(program: StageProgram, values: _Values, backend: str) -> None:

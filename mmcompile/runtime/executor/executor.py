@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +19,12 @@ from mmcompile.planner.schedule.schedule import Action, ActionKind
 from mmcompile.runtime.comm.groups import Groups, PeerLost
 from mmcompile.runtime.executor.loaded_stage import InputSlot, LoadedStage, OutputSlot, Stages
 from mmcompile.runtime.executor.p2p import P2P
+from mmcompile.runtime.executor.totals import OwnTotals
 from mmcompile.runtime.monitoring.fail_points import fail_point
 from mmcompile.runtime.monitoring.status import IDLE, StatusBoard
 from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
 
 _KINDS = {kind: position for position, kind in enumerate(ActionKind)}
-
-
-@dataclass(kw_only=True, slots=True)
-class StepResult:
-    """Losses, valid tokens and times of the microbatches that one rank computed in a step."""
-
-    losses: Tensor
-    """float64 [microbatches of the step], on the CPU: weighted losses; 0 for a microbatch whose loss stage is on another rank."""
-    num_tokens: int = 0
-    """Number of valid tokens that this rank's loss stages counted in the step."""
-    seconds: Tensor
-    """float64 [microbatches of the step]: seconds in this rank's forwards and backwards; 0 for microbatches it does not run."""
-    events: list[tuple[Action, float, float]] = field(default_factory=list)
-    """(action, start, end) of every action, in seconds of time.perf_counter; empty unless traced."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,16 +125,19 @@ class Executor:
         self._losses: list[tuple[int, Tensor, Tensor | int]] = []
         """(index of the microbatch, loss, number of valid tokens) of each loss computed in this step."""
 
-    def run(self, actions: Sequence[Action]) -> StepResult:
-        """Execute the action list to its end. Raises PeerLost if the connection to another rank is lost."""
+    def run(self, actions: Sequence[Action]) -> OwnTotals:
+        """Execute the action list to its end, and return losses [microbatches, 1], tokens, seconds and events.
+
+        Raises PeerLost if the connection to another rank is lost.
+        """
         try:
             return self._run(actions)
         except ExchangeLost as error:
             raise PeerLost(str(error)) from error
 
-    def _run(self, actions: Sequence[Action]) -> StepResult:
+    def _run(self, actions: Sequence[Action]) -> OwnTotals:
         seconds = torch.zeros(len(self._plan.microbatches), dtype=torch.float64)
-        result = StepResult(losses=torch.zeros_like(seconds), seconds=seconds)
+        result = OwnTotals(losses=torch.zeros(len(seconds), 1, dtype=torch.float64), seconds=seconds)
         before = self._generator.get_state()
         for action in actions:
             self._check()

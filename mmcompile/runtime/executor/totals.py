@@ -7,13 +7,14 @@ numbers, and rounds nothing. Then each rank adds up losses in the order of the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mmcompile.batching.step_plan import StepPlan
 from mmcompile.errors import EngineError
+from mmcompile.planner.schedule.schedule import Action
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.monitoring.metrics import StepTotals
 
@@ -21,18 +22,21 @@ _NAMED = 5
 """Maximum number of parameters that an error names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class OwnTotals:
     """One rank's losses, tokens, seconds and squared norms in a step, which `add_up` adds to those of all ranks."""
 
     losses: Tensor
-    """float64 [microbatches, shards]: weighted losses that this rank computed; 0 for losses of other ranks."""
-    num_tokens: int
+    """float64 [microbatches, shards], on the CPU: weighted losses that this rank computed; 0 for losses of other ranks."""
+    num_tokens: int = 0
+    """Number of valid tokens that this rank's loss stages counted."""
     seconds: Tensor
     """float64 [microbatches]: seconds in this rank's forwards and backwards."""
-    squared_norms: Mapping[str, float] | None
+    events: list[tuple[Action, float, float]] = field(default_factory=list)
+    """(action, start, end) of every action, in seconds of time.perf_counter; empty unless traced."""
+    squared_norms: Mapping[str, float] | None = None
     """Squared norms of the gradients that this rank counts, by parameter; one rank counts each. None without clipping."""
-    faults: Mapping[str, float] | None
+    faults: Mapping[str, float] | None = None
     """Largest gradient (or NaN) of each parameter with a gradient that cannot be added; None if the reduction has no limit."""
 
 

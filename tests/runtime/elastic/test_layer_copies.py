@@ -139,12 +139,9 @@ def test_right_bytes_everywhere(name: str, outcomes: dict[str, list[Outcome]]) -
             )
             assert same(outcome.bundles[layer(index)], own), index
 
-        assert outcome.report is not None
         rounds = sorted(case.copies, key=lambda one: one.round)
         sent = [one.layer.index for one in rounds if one.source == device(node)]
         sizes = {index: sum(t.numel() * t.element_size() for t in wanted[index].values()) for index in TRAINING}
-        assert outcome.report.bytes_sent == sum(sizes[index] for index in sent)
-        assert outcome.report.bytes_received == sum(sizes[index] for index in arrived)
         messages = iter(outcome.messages)
         for index in sent:
             assert next(messages) == FRAME_BYTES and next(messages) > 0
@@ -180,8 +177,7 @@ def test_plans_move_layers_and_skip_those_without_bytes() -> None:
 def test_a_layer_without_bytes_costs_none(outcomes: dict[str, list[Outcome]]) -> None:
     """Planners skip it; a worker that is told to copy it all the same has nothing to send."""
     for outcome in outcomes["frozen"]:
-        assert outcome.error == "" and outcome.report is not None
-        assert outcome.report.bytes_sent == outcome.report.bytes_received == 0
+        assert outcome.error == "" and len(outcome.messages) in (0, 2), "more than a frame and a header were sent"
     assert layer(FROZEN_ONLY) in outcomes["frozen"][1].held
 
 

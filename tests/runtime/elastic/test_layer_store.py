@@ -103,7 +103,7 @@ def test_bundles_are_not_copies_and_name_what_trains() -> None:
 
 def test_frozen_parameters_are_shared() -> None:
     values = initial()
-    store = LayerStore.of(specs(values), values, OptimizerSpec.of(OPTIMIZERS["adamw"]))
+    store = LayerStore(specs(values), values, OptimizerSpec.of(OPTIMIZERS["adamw"]))
     store.put(layer(1), trained_store().bundle(layer(1)))
     store.hold(layers(FROZEN_ONLY, 3))
     for name in ("1.frozen", "2.frozen", "3.bytes"):
@@ -154,7 +154,7 @@ def test_clear_and_gradients() -> None:
     store = trained_store()
     for parameter in store.state.trainable.values():
         parameter.grad = torch.ones_like(parameter)
-    store.drop_gradients()
+    store.state.optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in store.state.trainable.values())
     store.clear()
     assert not store.state.parameters and not store.held
@@ -173,7 +173,7 @@ def test_parameters_learned_later() -> None:
         layer(1): [ParameterSpec(name="1.late", shape=(2,), dtype="float32", trainable=True)],
         layer(3): [ParameterSpec(name="3.later", shape=(2,), dtype="float32", trainable=False)],
     }
-    store = LayerStore.of(specs(initial()), values, OptimizerSpec.of(OPTIMIZERS["adamw"]))
+    store = LayerStore(specs(initial()), values, OptimizerSpec.of(OPTIMIZERS["adamw"]))
     store.hold(layers(1))
     train(store.state.parameters, store.state.optimizer.step, 0, 2)
     before = bits(store.bundle(layer(1)))
@@ -257,7 +257,7 @@ class Counting(torch.optim.SGD):
 
 def test_state_that_is_no_tensor() -> None:
     values = initial()
-    store = LayerStore.of(specs(values), values, OptimizerSpec.of(functools.partial(Counting, lr=1.0)))
+    store = LayerStore(specs(values), values, OptimizerSpec.of(functools.partial(Counting, lr=1.0)))
     store.hold(layers(0))
     store.bundle(layer(0))
     train(store.state.parameters, store.state.optimizer.step, 0, 1)

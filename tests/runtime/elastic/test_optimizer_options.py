@@ -28,7 +28,7 @@ SPEC = OptimizerSpec.of(
 
 def store_with(spec: OptimizerSpec) -> LayerStore:
     values = initial()
-    return LayerStore.of(specs(values), values, spec)
+    return LayerStore(specs(values), values, spec)
 
 
 def train(store: LayerStore, steps: Sequence[int]) -> None:

@@ -79,7 +79,7 @@ def layers(*indices: int) -> list[LayerId]:
 
 def empty_store(optimizer: str = "adamw", *, scale: int = 1, kind: type[LayerStore] = LayerStore) -> LayerStore:
     values = initial(scale)
-    return kind.of(specs(values), values, OptimizerSpec.of(OPTIMIZERS[optimizer]))
+    return kind(specs(values), values, OptimizerSpec.of(OPTIMIZERS[optimizer]))
 
 
 def train(parameters: Mapping[str, nn.Parameter], step: Callable[[], Any], first: int, num_steps: int) -> None:

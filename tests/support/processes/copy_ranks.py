@@ -12,7 +12,7 @@ from torch import Tensor
 from mmcompile.planner.resilience.copies import LayerCopy
 from mmcompile.planner.resilience.job import LayerId, WorkerId
 from mmcompile.runtime.comm.groups import Backend, Groups, Work
-from mmcompile.runtime.elastic.layer_copies import CHUNK_BYTES, CopyReport, run_copies
+from mmcompile.runtime.elastic.layer_copies import CHUNK_BYTES, run_copies
 from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
 from support.models.layer_models import layer, layers, trained_store
 from support.processes.spawn_ranks import RankContext, spawn_ranks
@@ -48,7 +48,6 @@ class Outcome:
 
     held: frozenset[LayerId] = frozenset()
     bundles: dict[LayerId, dict[str, Tensor]] = field(default_factory=dict)
-    report: CopyReport | None = None
     error: str = ""
     """Type and message."""
     messages: list[int] = field(default_factory=list)
@@ -125,7 +124,7 @@ def _run(groups: Groups, case: Case) -> Outcome:
 
     ranks = {device(one): rank for one, rank in enumerate(RANK_OF)}
     try:
-        outcome.report = run_copies(groups, case.copies, ranks, store, check, chunk_bytes=case.chunk_bytes)
+        run_copies(groups, case.copies, ranks, store, check, chunk_bytes=case.chunk_bytes)
         outcome.messages = list(wire.sizes)
         # Nobody leaves while others need it.
         groups.all_reduce(torch.zeros(1))
