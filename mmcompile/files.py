@@ -39,6 +39,15 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
     return target
 
 
+def sync(path: Path) -> None:
+    """Block until a file or folder is on the disk (fsync)."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def _write(target: Path, content: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

@@ -35,7 +35,7 @@ from mmcompile.runtime.commands import (
 )
 from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
-from mmcompile.runtime.optim.optimizer import Hyper
+from mmcompile.runtime.optim.optimizer import Hyper, parameter_of
 from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
 from mmcompile.runtime.optim.tensor_parts import TensorParts
 from mmcompile.runtime.worker import Worker
@@ -246,13 +246,12 @@ class Controller:
                 found[name][f"value/{name}"] = tensor
             # Of a sharded optimizer it stays where it is.
             for path, tensor in ({} if self._sharded else self._gather("optimizer", held)).items():
-                found[_parameter_of(path)][f"state/{path}"] = tensor
+                found[parameter_of(path)][f"state/{path}"] = tensor
         held = {name: self._parts.whole_name(name) for name in names}
-        for path, tensor in self._waiting.items():
-            for name in (name for name, whole in held.items() if whole == _parameter_of(path)):
-                found[name][f"state/{_key_of(path)}/{name}"] = self._parts.part_of_state(name, tensor)
-        arrived = set(held.values())
-        self._waiting = {path: tensor for path, tensor in self._waiting.items() if _parameter_of(path) not in arrived}
+        for path in [path for path in self._waiting if parameter_of(path) in held.values()]:
+            (key, waiting), tensor = path.split("/", 1), self._waiting.pop(path)
+            for name in (name for name, whole in held.items() if whole == waiting):
+                found[name][f"state/{key}/{name}"] = self._parts.part_of_state(name, tensor)
         return found
 
     def _note(self, pattern: str, tower: str, placed: Mapping[int, StageProgram]) -> None:
@@ -291,9 +290,11 @@ class Controller:
 
     def _not_held(self, values: Mapping[str, Tensor]) -> list[CheckpointPiece]:
         """Return the checkpoint pieces (weights and optimizer state) of parameters that no rank holds yet."""
-        given = {path: tensor for path, tensor in self._waiting.items() if _parameter_of(path) in values}
         pieces = [whole_piece(weight_key(name), tensor.detach()) for name, tensor in values.items()]
-        pieces += [whole_piece(state_key(_parameter_of(p), _key_of(p)), tensor) for p, tensor in given.items()]
+        for path, tensor in self._waiting.items():
+            key, name = path.split("/", 1)
+            if name in values:
+                pieces.append(whole_piece(state_key(name, key), tensor))
         return pieces + self._restored.pieces()
 
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
@@ -327,13 +328,3 @@ def _tensors(
     for program in programs:
         tensors |= {f"constant/{program.stage}/{name}": tensor for name, tensor in program.constants.items()}
     return tensors
-
-
-def _key_of(path: str) -> str:
-    """Return the state key in a path: `exp_avg/model.norm.weight` -> `exp_avg`."""
-    return path.split("/", 1)[0]
-
-
-def _parameter_of(path: str) -> str:
-    """Return the parameter in a path: `exp_avg/model.norm.weight` -> `model.norm.weight`."""
-    return path.split("/", 1)[1]

@@ -46,7 +46,7 @@ from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.arithmetic import arithmetic_of
 from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
-from mmcompile.runtime.optim.optimizer import RankOptimizer, RankState
+from mmcompile.runtime.optim.optimizer import RankOptimizer, RankState, parameter_of
 from mmcompile.runtime.optim.rank_gradients import RankGradients
 
 _parsed = functools.lru_cache(maxsize=4)(parse_actions)
@@ -163,7 +163,7 @@ class Worker:
         self._keep(programs, wire.under("value/", tensors))
         states = wire.under("state/", {**tensors, **restored})
         updates = self._gradients.updates
-        self.state.optimizer.load_state({path: t for path, t in states.items() if updates(path.split("/", 1)[1])})
+        self.state.optimizer.load_state({path: t for path, t in states.items() if updates(parameter_of(path))})
         device = self._groups.device
         loaded: dict[int, LoadedStage] = {}
         for program in programs:

@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import sys
-import traceback
 from functools import partial
 from typing import NoReturn
 
@@ -26,13 +25,12 @@ import torch._dynamo  # noqa: F401 # pyright: ignore[reportUnusedImport]  (the f
 import torch.distributed as dist
 
 from mmcompile.runtime.comm.groups import Groups, PeerLost
-from mmcompile.runtime.control.processes import fork_process, kill_group
+from mmcompile.runtime.control.processes import fork_process, kill_group, last_lines
 from mmcompile.runtime.launch.local_workers import Exit, Failure, WorkerOrder, WorkerOrders
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.worker import Worker
 
 _POLL_S = 0.5
-_TRACEBACK_LINES = 30
 
 
 def main(text: str) -> NoReturn:
@@ -81,20 +79,16 @@ def _work(order: WorkerOrder) -> int:
         groups = Groups.connect(store, order.rank, order.world_size, torch.device(order.device), local=True)
         Worker.join(groups, StatusBoard(order.board, order.world_size)).serve()
     except BaseException as error:
+        failure = Failure(
+            rank=order.rank,
+            cause=f"failed: {type(error).__name__}: {error}",
+            traceback=last_lines(error),
+            peer_lost=isinstance(error, PeerLost),
+        )
         with socket.socket(fileno=order.report) as report:
-            report.sendall(msgspec.json.encode(_report(order.rank, error)))
+            report.sendall(msgspec.json.encode(failure))
         return 1
     return 0
-
-
-def _report(rank: int, error: BaseException) -> Failure:
-    lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
-    return Failure(
-        rank=rank,
-        cause=f"failed: {type(error).__name__}: {error}",
-        traceback="\n".join(lines),
-        peer_lost=isinstance(error, PeerLost),
-    )
 
 
 if __name__ == "__main__":

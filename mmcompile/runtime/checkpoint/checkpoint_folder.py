@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from mmcompile.errors import CheckpointError
+from mmcompile.files import sync
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
 
@@ -91,15 +92,6 @@ def _previous_of(target: Path) -> Path:
 def unwritable(folder: Path, error: Exception | str) -> CheckpointError:
     """Return the error for a folder that cannot be written."""
     return CheckpointError(f"cannot write to {folder}: {error}; what was saved there before, if anything, is untouched")
-
-
-def sync(path: Path) -> None:
-    """Block until a file or folder is on the disk (fsync)."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _keep_foreign(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:

@@ -22,7 +22,8 @@ import msgspec
 import torch.distributed as dist
 
 from mmcompile.errors import CheckpointError
-from mmcompile.runtime.checkpoint.checkpoint_folder import swap, sync, unwritable
+from mmcompile.files import sync
+from mmcompile.runtime.checkpoint.checkpoint_folder import swap, unwritable
 from mmcompile.runtime.checkpoint.index import CheckpointIndex, StoredTensor, digest_of
 from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
 from mmcompile.runtime.checkpoint.restored import Restored

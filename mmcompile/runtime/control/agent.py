@@ -20,7 +20,7 @@ from functools import partial
 from mmcompile.runtime.control import messages as msg
 from mmcompile.runtime.control.coordinator_link import CoordinatorLink
 from mmcompile.runtime.control.membership_client import MembershipClient, serve
-from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
+from mmcompile.runtime.control.processes import ChildProcess, describe_code, fork_process, kill_group
 from mmcompile.runtime.control.secret import Endpoint
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 
@@ -28,7 +28,7 @@ from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Worker:
     index: int
-    pid: int
+    process: ChildProcess
     end: int
     """File descriptor that becomes readable once the process has ended."""
     stream: Stream
@@ -37,7 +37,7 @@ class _Worker:
     asked: msg.Message | None = None
     """Message whose answer the worker waits for; repeated to a restarted coordinator. None while it waits for no answer."""
     error: str = ""
-    status: int | None = None
+    ended: bool = False
 
 
 class Agent:
@@ -128,11 +128,11 @@ class Agent:
             ours, theirs = socket.socketpair()
             with theirs:
                 run = partial(serve, theirs.fileno(), index, self._times, self._work)
-                pid = fork_process(run, keep=(theirs.fileno(),))
+                process = ChildProcess(fork_process(run, keep=(theirs.fileno(),)))
             worker = _Worker(
                 index=index,
-                pid=pid,
-                end=os.pidfd_open(pid),
+                process=process,
+                end=os.pidfd_open(process.pid),
                 stream=Stream(ours, FRAME_BYTES),
                 heard_s=time.monotonic(),
             )
@@ -163,20 +163,20 @@ class Agent:
             self._selector.unregister(worker.stream)
 
     def _find_dead(self) -> None:
-        dead = [worker for worker in self._workers if worker.status is None and _ended(worker)]
+        dead = [worker for worker in self._workers if not worker.ended and worker.process.code is not None]
         for worker in dead:
+            worker.ended = True
             self._hear(worker)
             self._selector.unregister(worker.end)
         if dead and self._released is None:
             first = min(dead, key=lambda worker: not worker.error)
-            assert first.status is not None
-            how = f"failed: {first.error}" if first.error else describe_exit(first.status)
+            how = f"failed: {first.error}" if first.error else describe_code(first.process.wait())
             self._lose(f"worker {first.index} of {self._node} {how}")
 
     def _find_silent(self, now_s: float) -> None:
         """Count the workers as lost if one is silent for a lease: its process is stopped, or holds the interpreter lock."""
         for worker in self._workers:
-            if worker.status is None and now_s - worker.heard_s > self._times.lease_s:
+            if not worker.ended and now_s - worker.heard_s > self._times.lease_s:
                 self._lose(f"worker {worker.index} of {self._node} was silent for {self._times.lease_s:.2f} s")
                 return
 
@@ -204,9 +204,9 @@ class Agent:
             for file in (worker.stream, worker.end):
                 if file in self._selector.get_map():
                     self._selector.unregister(file)
-            kill_group(worker.pid)
-            if worker.status is None:
-                _, worker.status = os.waitpid(worker.pid, 0)
+            # Also the children of one that has ended.
+            kill_group(worker.process.pid)
+            worker.process.wait()
             os.close(worker.end)
             worker.stream.close()
         self._workers = []
@@ -290,16 +290,9 @@ class Agent:
     def _end(self, now_s: float) -> None:
         """Set the exit code once all workers have exited after the release, or the time for that is over."""
         assert self._released is not None
-        if now_s > self._end_s or all(worker.status is not None for worker in self._workers):
+        if now_s > self._end_s or all(worker.ended for worker in self._workers):
             self._code = 0 if self._released.success else 1
 
     def _give_up(self, reason: str) -> None:
         print(f"mmcompile: {self._node} ends its workers: {reason}", file=sys.stderr, flush=True)
         self._code = 1
-
-
-def _ended(worker: _Worker) -> bool:
-    pid, status = os.waitpid(worker.pid, os.WNOHANG)
-    if pid:
-        worker.status = status
-    return bool(pid)

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from mmcompile.errors import ConfigError
+from mmcompile.files import sync
 
 _COMPACT_BYTES = 16 * 2**20
 
@@ -108,16 +109,16 @@ class History:
                 return replace(self, ended=record)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Line:
-    """A line of the log: exactly one field is set, that of the record's kind. A compacted log begins with `history`."""
-
-    prepared: Prepared | None = None
-    activated: Activated | None = None
-    committed: Committed | None = None
-    rolled_back: RolledBack | None = None
-    ended: Ended | None = None
-    history: History | None = None
+_KINDS: dict[str, type[Record | History]] = {
+    "prepared": Prepared,
+    "activated": Activated,
+    "committed": Committed,
+    "rolled_back": RolledBack,
+    "ended": Ended,
+    "history": History,
+}
+"""Contents of a line by the key that the line's JSON object has. A compacted log begins with `history`."""
+_KEYS = {kind: key for key, kind in _KINDS.items()}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,39 +157,25 @@ class Log:
             OSError: the disk is full or missing; no effect that depends on the record may follow.
         """
         self.history = self.history.after(record)
-        _write(self._file, _encode(_line_of(record)))
+        _write(self._file, _encode(record))
 
     def close(self) -> None:
         """Close the file, so that another process can open the log."""
         os.close(self._file)
 
 
-def _line_of(record: Record) -> _Line:
-    match record:
-        case Prepared():
-            return _Line(prepared=record)
-        case Activated():
-            return _Line(activated=record)
-        case Committed():
-            return _Line(committed=record)
-        case RolledBack():
-            return _Line(rolled_back=record)
-        case Ended():
-            return _Line(ended=record)
-
-
-def _encode(line: _Line) -> bytes:
-    values = {name: value for name in _Line.__slots__ if (value := getattr(line, name)) is not None}
-    body = msgspec.json.encode(values)
+def _encode(line: Record | History) -> bytes:
+    body = msgspec.json.encode({_KEYS[type(line)]: line})
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def _decode(text: bytes) -> _Line | None:
-    """Return the record of a line; None if the line is damaged."""
+def _decode(text: bytes) -> Record | History | None:
+    """Return the contents of a line; None if the line is damaged."""
     head, blank, body = text[:8], text[8:9], text[9:]
-    with contextlib.suppress(ValueError, msgspec.DecodeError):
+    with contextlib.suppress(ValueError, KeyError, msgspec.DecodeError):
         if blank == b" " and int(head, 16) == zlib.crc32(body):
-            return msgspec.json.decode(body, type=_Line)
+            ((key, raw),) = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()
+            return msgspec.json.decode(raw, type=_KINDS[key])
     return None
 
 
@@ -205,18 +192,9 @@ def _read(data: bytes, path: Path) -> tuple[History, int]:
                     "or move it away to start from the last checkpoint"
                 )
             break
-        history = _add(history, line)
+        history = line if isinstance(line, History) else history.after(line)
         good = end + 1
     return history, good
-
-
-def _add(history: History, line: _Line) -> History:
-    if line.history is not None:
-        return line.history
-    for record in (line.prepared, line.activated, line.committed, line.rolled_back, line.ended):
-        if record is not None:
-            return history.after(record)
-    return history
 
 
 def _compact(path: Path, history: History) -> None:
@@ -224,11 +202,11 @@ def _compact(path: Path, history: History) -> None:
     other = path.with_name(path.name + ".new")
     file = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        _write(file, _encode(_Line(history=history)))
+        _write(file, _encode(history))
     finally:
         os.close(file)
     other.replace(path)
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _write(file: int, data: bytes) -> None:
@@ -248,14 +226,6 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         os.close(file)
         raise ConfigError(f"{path} is in use by another coordinator: end it first, or choose another log") from error
-    _sync_folder(path.parent)
+    # The new name survives a power failure only then.
+    sync(path.parent)
     return file
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write a folder to the disk: a new name in it survives a power failure only then."""
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

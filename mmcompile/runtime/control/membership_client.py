@@ -29,11 +29,11 @@ from collections.abc import Callable, Collection
 
 from mmcompile.runtime.control import messages as msg
 from mmcompile.runtime.control.messages import Phase
+from mmcompile.runtime.control.processes import last_lines
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
-_TRACEBACK_LINES = 30
 _ORDER = list(Phase)
 
 
@@ -266,8 +266,7 @@ def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient]
     except Released:
         return 0
     except BaseException as error:
-        lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
-        membership.fail("\n".join([f"{type(error).__name__}: {error}", *lines]))
+        membership.fail(f"{type(error).__name__}: {error}\n{last_lines(error)}")
         return 1
     return 0
 

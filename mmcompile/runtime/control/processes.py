@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 
 _PR_SET_PDEATHSIG = 1
 _STANDARD = 3
+_TRACEBACK_LINES = 30
 
 
 def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
@@ -84,14 +85,14 @@ def kill_group(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def describe_exit(status: int) -> str:
-    """Return a description of a status from `waitpid`."""
-    return describe_code(os.waitstatus_to_exitcode(status))
-
-
 def describe_code(code: int) -> str:
     """Return a description of an exit code, which is -n if signal n killed the process."""
     return f"died with signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+
+
+def last_lines(error: BaseException) -> str:
+    """Return the last lines of an error's traceback."""
+    return "\n".join("".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:])
 
 
 def _settle(parent: int, keep: Collection[int]) -> None:

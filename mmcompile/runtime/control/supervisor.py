@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from mmcompile.errors import ConfigError
@@ -17,7 +16,7 @@ from mmcompile.runtime.control.coordinator import Coordinator
 from mmcompile.runtime.control.events import EventLog
 from mmcompile.runtime.control.log import Log
 from mmcompile.runtime.control.membership_view import Planner
-from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
+from mmcompile.runtime.control.processes import describe_code, fork_process, kill_group
 from mmcompile.runtime.control.secret import Endpoint
 from mmcompile.runtime.control.store import serve_store
 
@@ -56,32 +55,26 @@ class Supervisor:
         self._listener = listener
         self._planner = planner
         self._store_listener = listen(endpoint.host, 0)
-        self._store = f"{endpoint.host}:{self._store_listener.getsockname()[1]}"
         self._starts_s: dict[str, list[float]] = {"coordinator": [], "store": []}
 
     def run(self) -> int:
         """Run coordinator and store until training has ended; return 0 if it ended well. Main function of the process."""
-        store = self._start("store", self._serve_store, self._store_listener)
-        coordinator = self._start("coordinator", self._coordinate, self._listener)
+        names = {self._start(name): name for name in ("store", "coordinator")}
         try:
             while True:
                 pid, status = os.wait()
-                if pid == coordinator:
-                    code = os.waitstatus_to_exitcode(status)
-                    if code in (0, _FAILED):
-                        return code
-                    coordinator = self._again("coordinator", status, self._coordinate, self._listener)
-                elif pid == store:
-                    store = self._again("store", status, self._serve_store, self._store_listener)
-                if coordinator == 0 or store == 0:
+                if (name := names.pop(pid, None)) is None:
+                    continue
+                code = os.waitstatus_to_exitcode(status)
+                if name == "coordinator" and code in (0, _FAILED):
+                    return code
+                print(f"mmcompile: the {name} {describe_code(code)}; starting it again", file=sys.stderr, flush=True)
+                if self._starts_too_often(name):
                     return 1
+                names[self._start(name)] = name
         finally:
-            for pid in (coordinator, store):
-                if pid:
-                    kill_group(pid)
-
-    def _serve_store(self) -> int:
-        return serve_store(self._store_listener)
+            for pid in names:
+                kill_group(pid)
 
     def _coordinate(self) -> int:
         coordinator = Coordinator(
@@ -90,25 +83,26 @@ class Supervisor:
             EventLog(self._folder / EVENTS_FILE),
             self._planner,
             endpoint=self._endpoint,
-            store=self._store,
+            store=f"{self._endpoint.host}:{self._store_listener.getsockname()[1]}",
         )
         return 0 if coordinator.run() else _FAILED
 
-    def _start(self, name: str, function: Callable[[], int], listener: socket.socket) -> int:
+    def _start(self, name: str) -> int:
+        """Start the process `name` ("store" or "coordinator"), and return its process id."""
         self._starts_s[name].append(time.monotonic())
-        return fork_process(function, keep=(listener.fileno(),))
+        if name == "coordinator":
+            return fork_process(self._coordinate, keep=(self._listener.fileno(),))
+        return fork_process(lambda: serve_store(self._store_listener), keep=(self._store_listener.fileno(),))
 
-    def _again(self, name: str, status: int, function: Callable[[], int], listener: socket.socket) -> int:
-        """Restart a process that died, and return its process id; 0 if it dies too often."""
-        print(f"mmcompile: the {name} {describe_exit(status)}; starting it again", file=sys.stderr, flush=True)
+    def _starts_too_often(self, name: str) -> bool:
         starts_s = self._starts_s[name][-_FAST_RESTARTS:]
-        if len(starts_s) == _FAST_RESTARTS and time.monotonic() - starts_s[0] < _FAST_S:
+        often = len(starts_s) == _FAST_RESTARTS and time.monotonic() - starts_s[0] < _FAST_S
+        if often:
             print(
                 f"mmcompile: the {name} was started {_FAST_RESTARTS} times in {_FAST_S:.0f} s; giving up",
                 file=sys.stderr,
             )
-            return 0
-        return self._start(name, function, listener)
+        return often
 
 
 _FAILED = 3

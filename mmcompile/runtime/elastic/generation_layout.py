@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import ClassVar, final
 
 import numpy as np
@@ -18,7 +17,6 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.resilience.job import Job, LayerId, LayerRuns, WorkerId
 from mmcompile.planner.resilience.membership import NodePipeline
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.planner.resilience.template import Template
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 
 
@@ -54,11 +52,7 @@ class GenerationLayout:
 
     @cached_property
     def _layers(self) -> dict[WorkerId, frozenset[LayerId]]:
-        return layers_by_worker(self.plan, self._job)
-
-    @cached_property
-    def _job(self) -> Job:
-        return self.resilience.job
+        return layers_by_worker(self.plan, self.resilience.job)
 
     def placement(self) -> Placement:
         """Return the placed stages of all replicas, as one balance group; each pipeline is a replica."""
@@ -68,7 +62,8 @@ class GenerationLayout:
         several = len(self.plan.pipelines) > 1
         stages: list[PlacedStage] = []
         for replica, pipeline in enumerate(self.plan.pipelines):
-            placed = [(layer_name(layer), ranks[device]) for layer, device in self._run(pipeline)]
+            layers = _placed_layers(self.resilience.job, pipeline)
+            placed = [(layer_name(layer), ranks[device]) for layer, device in layers]
             stages += (
                 PlacedStage(
                     name=replica_name(name, replica) if several else name,
@@ -85,34 +80,22 @@ class GenerationLayout:
             num_replicas=(len(self.plan.pipelines),),
         )
 
-    def _run(self, pipeline: NodePipeline[str]) -> Iterator[tuple[LayerId, WorkerId]]:
-        return _placed_layers(self._job.by_size[len(pipeline.nodes)], pipeline.nodes, self._job.devices_per_node)
-
 
 def layers_by_worker(plan: GenerationPlan, job: Job) -> dict[WorkerId, frozenset[LayerId]]:
     """Return the layers that each worker runs, by worker; idle workers are absent."""
     found: dict[WorkerId, set[LayerId]] = {}
     for pipeline in plan.pipelines:
-        template = job.by_size[len(pipeline.nodes)]
-        for layer, device in _placed_layers(template, pipeline.nodes, job.devices_per_node):
+        for layer, device in _placed_layers(job, pipeline):
             found.setdefault(device, set()).add(layer)
     return {device: frozenset(layers) for device, layers in found.items()}
 
 
-def _placed_layers(
-    template: Template, nodes: Sequence[str], devices_per_node: int
-) -> Iterator[tuple[LayerId, WorkerId]]:
-    """Yield the layers of a template, each with the worker that runs it.
-
-    Args:
-        template: the template.
-        nodes: names of the nodes that run the pipeline, in the order of the template's nodes.
-        devices_per_node: number of workers of each node.
-    """
-    for stage in template.stages:
-        node, index = divmod(stage.devices[0], devices_per_node)
+def _placed_layers(job: Job, pipeline: NodePipeline[str]) -> Iterator[tuple[LayerId, WorkerId]]:
+    """Yield the layers of a pipeline's template, each with the worker that runs it."""
+    for stage in job.by_size[len(pipeline.nodes)].stages:
+        node, index = divmod(stage.devices[0], job.devices_per_node)
         for layer in range(stage.first, stage.last):
-            yield LayerId(chain=stage.chain, index=layer), WorkerId(node=nodes[node], index=index)
+            yield LayerId(chain=stage.chain, index=layer), WorkerId(node=pipeline.nodes[node], index=index)
 
 
 @final
@@ -131,30 +114,22 @@ class PipelineBalancer(Balancer):
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         """Assign samples to microbatches by the inner balancer, and deal these microbatches to the pipelines."""
-        return self._dealt(self.inner.assign(costs, self._whole(grid)), grid)
+        return self.explained(costs, grid)[0]
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
         """Return `assign`'s result, and the inner balancer's reason."""
-        found, reason = self.inner.explained(costs, self._whole(grid))
-        return self._dealt(found, grid), reason
-
-    @property
-    def _first(self) -> np.ndarray:
-        return np.array([0, *accumulate(self.shares)][:-1])
-
-    def _whole(self, grid: Grid) -> Grid:
-        return Grid(num_replicas=(1,) * len(grid.num_replicas), num_microbatches=sum(self.shares))
-
-    def _dealt(self, found: Assignment, grid: Grid) -> Assignment:
+        whole = Grid(num_replicas=(1,) * len(grid.num_replicas), num_microbatches=sum(self.shares))
+        found, reason = self.inner.explained(costs, whole)
         replica_of = np.repeat(np.arange(len(self.shares)), self.shares)
-        slot_of = np.arange(sum(self.shares)) - np.repeat(self._first, self.shares)
+        slot_of = np.concatenate([np.arange(share) for share in self.shares])
         present = found.microbatch >= 0
-        return Assignment(
+        dealt = Assignment(
             components=found.components,
             grid=grid,
             replica=np.where(present, replica_of[found.microbatch], found.replica),
             microbatch=np.where(present, slot_of[found.microbatch], found.microbatch),
         )
+        return dealt, reason
 
 
 def shares_of(pipelines: Sequence[NodePipeline[str]]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 
@@ -12,8 +13,23 @@ from mmcompile.planner.resilience.membership import LayerCopy, NodePipeline, Spa
 from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 
+class _JsonText:
+    """A value that passes through the coordinator as JSON text."""
+
+    __slots__ = ()
+
+    def encode(self) -> str:
+        """Return this value as JSON text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """Return the value that `encode` wrote as JSON text."""
+        return msgspec.json.decode(text, type=cls)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationPlan:
+class GenerationPlan(_JsonText):
     """Work of every node in a generation: pipelines, spare nodes, and the layer copies before the first step."""
 
     pipelines: tuple[NodePipeline[str], ...]
@@ -38,29 +54,11 @@ class GenerationPlan:
     farewell: str = ""
     """Reason why training ends; then the state is saved and no step runs. "" if training continues."""
 
-    def encode(self) -> str:
-        """Return this plan as JSON text, which the coordinator sends to all members."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def decode(cls, text: str) -> GenerationPlan:
-        """Return the plan that `encode` wrote as JSON text."""
-        return msgspec.json.decode(text, type=cls)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
+class StepRecord(_JsonText):
     """Data position and metrics of a step, committed as its cursor, for the next rank 0 and for observers."""
 
     data: str
     """Data cursor after this step (`mmcompile.data.batches.Batches.cursor`)."""
     metrics: StepMetrics
-
-    def encode(self) -> str:
-        """Return this record as JSON text, which is committed as the cursor of the step."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def decode(cls, text: str) -> StepRecord:
-        """Return the record that `encode` wrote as JSON text."""
-        return msgspec.json.decode(text, type=cls)

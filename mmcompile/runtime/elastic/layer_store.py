@@ -16,7 +16,7 @@ from mmcompile.errors import CheckpointError, VerifyError
 from mmcompile.ir.graph import ParameterSpec, dtype_name
 from mmcompile.planner.resilience.job import LayerId
 from mmcompile.runtime.comm import wire
-from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer, RankState
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer, RankState, parameter_of
 
 _VALUE, _STATE = "value/", "state/"
 _CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ class LayerStore:
                 raise CheckpointError(f"the checkpoint has no {name} of layer {layer}; it is of another model")
             found[f"{_VALUE}{name}"] = weights[known]
         names = self._trainable(layer).keys()
-        return found | {f"{_STATE}{path}": t for path, t in state.items() if _name(path) in names}
+        return found | {f"{_STATE}{path}": t for path, t in state.items() if parameter_of(path) in names}
 
     def keep(self, layers: Iterable[LayerId]) -> None:
         """Drop parameters that belong only to layers not in `layers`, and their optimizer state. Other parameters are unchanged.
@@ -173,10 +173,10 @@ class LayerStore:
 
     def _check(self, layer: LayerId, values: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         names = self._trainable(layer).keys()
-        if values.keys() != names or not {_name(path) for path in state} <= names:
-            got = sorted({*values, *(_name(path) for path in state)})
+        got = values.keys() | {parameter_of(path) for path in state}
+        if values.keys() != names or got != names:
             raise VerifyError(
-                f"a bundle of {got} came for layer {layer}; wanted parameters {sorted(names)} and their state"
+                f"a bundle of {sorted(got)} came for layer {layer}; wanted parameters {sorted(names)} and their state"
             )
         for name, value in values.items():
             wanted = self._values[name]
@@ -199,8 +199,3 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor (uint8 [bytes], CPU), elements in index order; shares memory with a contiguous CPU tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _name(path: str) -> str:
-    """Return the parameter name in a path: `<key>/<name>` -> `<name>`."""
-    return path.split("/", 1)[1]

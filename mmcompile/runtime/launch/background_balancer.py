@@ -16,7 +16,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -26,6 +26,8 @@ from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.comm.framing import receive_frame, send_frame
 from mmcompile.runtime.launch.local_workers import worker_environment
+
+T = TypeVar("T")
 
 _NICE = 10
 _MODULE = "mmcompile.runtime.launch.background_balancer"
@@ -48,46 +50,16 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
-    components: tuple[str, ...]
-    costs: bytes
-    lengths: bytes | None
-    memory_bytes: bytes | None
+    costs: SampleCosts
     grid: Grid
-
-    @classmethod
-    def of(cls, costs: SampleCosts, grid: Grid) -> _Question:
-        return cls(
-            components=costs.components,
-            costs=costs.costs.tobytes(),
-            lengths=None if costs.lengths is None else costs.lengths.tobytes(),
-            memory_bytes=None if costs.memory_bytes is None else costs.memory_bytes.tobytes(),
-            grid=grid,
-        )
-
-    def sample_costs(self) -> SampleCosts:
-        rows = len(self.components)
-        return SampleCosts(
-            components=self.components,
-            costs=np.frombuffer(self.costs).reshape(rows, -1),
-            lengths=_integers(self.lengths, rows),
-            memory_bytes=_integers(self.memory_bytes, rows),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    replica: bytes = b""
-    microbatch: bytes = b""
+    assignment: Assignment | None = None
     reason: str = ""
     error: str = ""
     """Message of a ConfigError, in which case there is no assignment; "" without an error."""
-
-    def assignment(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        shape = costs.costs.shape
-        replica, microbatch = (
-            np.frombuffer(places, np.int32).reshape(shape) for places in (self.replica, self.microbatch)
-        )
-        return Assignment(components=costs.components, grid=grid, replica=replica, microbatch=microbatch)
 
 
 @final
@@ -156,44 +128,46 @@ class BackgroundBalancer(Balancer):
         """Return `assign`'s result and the explanation of the inner balancer."""
         if not self.is_up:
             return self.inner.explained(costs, grid)
-        self._tell(_Question.of(costs, grid))
+        self._tell(_Question(costs=costs, grid=grid))
         answer = self._heard()
         if answer is None:
             return self.inner.explained(costs, grid)
-        if answer.error:
+        if answer.assignment is None:
             raise ConfigError(answer.error)
-        return answer.assignment(costs, grid), answer.reason
+        return answer.assignment, answer.reason
 
     def _tell(self, message: object) -> None:
         assert self._line is not None, "the process was not started"
         with contextlib.suppress(OSError):  # what is read next tells that it is gone
-            send_frame(self._line, msgspec.msgpack.encode(message))
+            _send(self._line, message)
 
     def _heard(self) -> _Answer | None:
         """Return the next answer of the process; None if it has ended."""
         assert self._line is not None, "the process was not started"
-        try:
-            data = receive_frame(self._line)
-        except OSError:
-            data = None
-        if data is None:
+        answer = None
+        with contextlib.suppress(OSError):
+            answer = _received(self._line, _Answer)
+        if answer is None:
             self._line.close()
             self._line, self._up = None, False
             warnings.warn("the balancer's process ended; steps are balanced in this process from now on", stacklevel=2)
-            return None
-        return msgspec.msgpack.decode(data, type=_Answer)
+        return answer
 
 
 def serve(line: socket.socket) -> None:
     """Answer assignment requests on a socket until it is closed."""
     _yield_cores()
-    data = receive_frame(line)
-    if data is None:
+    recipe = _received(line, Recipe)
+    if recipe is None:
         return
-    balancer = msgspec.msgpack.decode(data, type=Recipe).make()
-    send_frame(line, msgspec.msgpack.encode(_Answer()))
-    while (data := receive_frame(line)) is not None:
-        send_frame(line, msgspec.msgpack.encode(_answer(balancer, msgspec.msgpack.decode(data, type=_Question))))
+    balancer = recipe.make()
+    _send(line, _Answer())
+    while (question := _received(line, _Question)) is not None:
+        try:
+            assignment, reason = balancer.explained(question.costs, question.grid)
+            _send(line, _Answer(assignment=assignment, reason=reason))
+        except ConfigError as error:
+            _send(line, _Answer(error=str(error)))
 
 
 def _yield_cores() -> None:
@@ -204,16 +178,22 @@ def _yield_cores() -> None:
         os.nice(_NICE)
 
 
-def _answer(balancer: Balancer, question: _Question) -> _Answer:
-    try:
-        found, reason = balancer.explained(question.sample_costs(), question.grid)
-    except ConfigError as error:
-        return _Answer(error=str(error))
-    return _Answer(replica=found.replica.tobytes(), microbatch=found.microbatch.tobytes(), reason=reason)
+def _send(line: socket.socket, message: object) -> None:
+    send_frame(
+        line, msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
+    )
 
 
-def _integers(data: bytes | None, rows: int) -> np.ndarray | None:
-    return None if data is None else np.frombuffer(data, np.int64).reshape(rows, -1)
+def _received(line: socket.socket, kind: type[T]) -> T | None:
+    """Return the next message on the line; None at its end."""
+    data = receive_frame(line)
+    return None if data is None else msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
+
+
+def _array(_: type, value: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+    """Return the array that `_send` wrote as dtype, shape and bytes."""
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, NoReturn, ParamSpec, TypeVar, cast
+from concurrent.futures import Future, wait
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,19 +42,11 @@ _launched: Iterator[int] = itertools.count()
 """Counter of the engines made by this process under a launcher; equal on all ranks, so it names an engine's keys in the store."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _RunnerCall(Generic[T]):
-    function: Callable[[], T]
-    done: threading.Event = field(default_factory=threading.Event)
-    result: list[T] = field(default_factory=list)
-    error: BaseException | None = None
-
-
 class Runner:
     """Runs functions one at a time on a daemon thread of its own."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_RunnerCall[object] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mmcompile-step", daemon=True)
         self._thread.start()
 
@@ -64,18 +56,15 @@ class Runner:
         Args:
             check: called every 30 ms while waiting; an exception it raises ends the wait, and the function keeps running.
         """
-        call = _RunnerCall[T](function=function)
-        self._calls.put(cast("_RunnerCall[object]", call))
-        while not call.done.wait(_POLL_S):
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        while not wait((future,), _POLL_S).done:
             check()
-        if call.error is not None:
-            error, call.error = call.error, None
-            try:
-                raise error
-            finally:
-                # Its traceback refers to this frame: a cycle would keep what the function worked on.
-                del error
-        return call.result[0]
+        try:
+            return future.result()
+        finally:
+            # The traceback of its error refers to this frame: a cycle would keep what the function worked on.
+            del future
 
     def end(self, timeout_s: float) -> None:
         """Ask the thread to end, and wait up to `timeout_s`: it may be blocked in a message that never arrives."""
@@ -84,13 +73,13 @@ class Runner:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
+            function, future = call
             try:
-                call.result.append(call.function())
+                future.set_result(function())
             except BaseException as error:
-                call.error = error
-            call.done.set()
+                future.set_exception(error)
             # Not keep the last step's tensors alive until the next call.
-            del call
+            del call, function, future
 
 
 class ProcessGroupSession(ABC):

@@ -51,7 +51,7 @@ class Arithmetic(ABC):
     A sum is a tensor [elements, *width]: `width` is () for one number an element, (2,) for two.
     """
 
-    moves: ClassVar[bool]
+    moves: bool
     """True if gradients are taken out of the parameter's `.grad` after every backward, so that they never accumulate there."""
     width: ClassVar[tuple[int, ...]] = ()
     limit: ClassVar[float] = math.inf
@@ -77,52 +77,32 @@ class Arithmetic(ABC):
 
 
 @final
-class _Fast(Arithmetic):
-    """Sums in the parameter's dtype, as torch adds; sums of half-precision gradients over ranks are computed in float32."""
+class _Float(Arithmetic):
+    """Sums in a float dtype.
 
-    moves = False
+    Args:
+        wide: float64, or float32 for half-precision gradients of float32 masters. None: the parameter's dtype, as torch adds,
+            but sums of half-precision gradients over ranks are computed in float32.
+    """
+
+    def __init__(self, wide: torch.dtype | None = None) -> None:
+        self._wide = wide
+        self.moves = wide is not None
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the parameter's dtype."""
-        return parameter
+        """Return the wide dtype, or the parameter's."""
+        return self._wide or parameter
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        # Those of all microbatches are in `.grad` together, so this is the only one.
-        """Copy a gradient, which `.grad` already accumulated over all microbatches, into the sum."""
-        total.copy_(gradient)
+        """Add a gradient to the wide sum; or copy the only one there is, which `.grad` accumulated over all microbatches."""
+        if self.moves:
+            total += gradient
+        else:
+            total.copy_(gradient)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of several sums, added in float32 or wider."""
-        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total += part
-        return total
-
-    def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum in the parameter's dtype."""
-        return total.to(dtype)
-
-
-@final
-class _Wide(Arithmetic):
-    """Sums in a float dtype wider than the parameter's: float64, or float32 for half-precision gradients of float32 masters."""
-
-    moves = True
-
-    def __init__(self, wide: torch.dtype) -> None:
-        self._wide = wide
-
-    def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the wide dtype, for parameters of any dtype."""
-        return self._wide
-
-    def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient to the sum in the wide dtype, in place."""
-        total += gradient
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of several sums in the wide dtype."""
-        return _sum(parts)
+        return _sum(parts, torch.promote_types(parts[0].dtype, torch.float32))
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum rounded to the parameter's dtype."""
@@ -154,7 +134,7 @@ class Fixed(Arithmetic):
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of several int64 sums, which is exact."""
-        return _sum(parts)
+        return _sum(parts, torch.int64)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum scaled back to floats and rounded to the parameter's dtype."""
@@ -199,9 +179,9 @@ def arithmetic_of(reduction: Reduction, *, master: bool = False) -> Arithmetic:
     """
     match reduction:
         case "fast":
-            return _Wide(torch.float32) if master else _Fast()
+            return _Float(torch.float32 if master else None)
         case "fp64":
-            return _Wide(torch.float64)
+            return _Float(torch.float64)
         case "fixed":
             return Fixed()
 
@@ -210,8 +190,8 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.split(_PIECE) if tensor.device.type == "cpu" else (tensor,)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
+def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    total = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
         total += part
     return total

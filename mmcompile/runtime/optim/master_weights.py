@@ -50,13 +50,8 @@ class MasterWeights(Mapping[str, nn.Parameter]):
         del self._masters[name], self._parameters[name]
 
     @torch.no_grad()
-    def reset(self, name: str) -> None:
-        """Set a master to the current value of its parameter."""
-        self._masters[name].copy_(self._parameters[name])
-
-    @torch.no_grad()
     def load(self, name: str, value: Tensor) -> None:
-        """Set a master to a value from another rank or a checkpoint. The caller loads the parameter itself."""
+        """Set a master to the value of its parameter, or to one from another rank or a checkpoint. The parameter is unchanged."""
         self._masters[name].copy_(value)
 
     @torch.no_grad()

@@ -137,7 +137,7 @@ class RankOptimizer:
         for name in names:
             self.optimizer.state.pop(self._updated[name], None)
             if self.masters is not None and name in self.masters:
-                self.masters.reset(name)
+                self.masters.load(name, self._parameters[name])
 
     def step(self) -> None:
         """Update all parameters that have a gradient, then drop all gradients."""
@@ -216,6 +216,11 @@ class RankState:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
 
+def parameter_of(path: str) -> str:
+    """Return the parameter in a path of optimizer state: `exp_avg/model.norm.weight` -> `model.norm.weight`."""
+    return path.split("/", 1)[1]
+
+
 def _hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
     """Return the settings of all parameter groups of an optimizer, in order."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -232,12 +237,16 @@ def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.
         raise ConfigError(
             "ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead"
         )
+    _advance(scheduler, num_steps)
+    return scheduler
+
+
+def _advance(scheduler: LRScheduler, num_steps: int) -> None:
     with warnings.catch_warnings():
         # No optimizer step comes between; there is none to lose.
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(num_steps):
             scheduler.step()
-    return scheduler
 
 
 class HyperSchedule:
@@ -258,15 +267,11 @@ class HyperSchedule:
     def of(self, step: int) -> Hyper:
         """Return the settings of all parameter groups in a step (the first step is 1)."""
         done = step - 1
-        if done != self._num_steps:
-            if done == self._num_steps + 1 and self._scheduler is not None:
-                with warnings.catch_warnings():
-                    # No optimizer step comes between; there is none to lose.
-                    warnings.simplefilter("ignore", UserWarning)
-                    self._scheduler.step()
-            elif self._scheduler is not None:
-                self._optimizer, self._scheduler = self._start(done)
-            self._num_steps = done
+        if self._scheduler is not None and done == self._num_steps + 1:
+            _advance(self._scheduler, 1)
+        elif self._scheduler is not None and done != self._num_steps:
+            self._optimizer, self._scheduler = self._start(done)
+        self._num_steps = done
         return _hyper_of(self._optimizer)
 
     def _start(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,10 +35,15 @@ class TensorParts:
         return tensor if spec is None or spec.shard is None else spec.shard.part(tensor, spec.index)
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors by original name, joined from all their parts, which must all be given."""
+        """Return whole parameters by original name, joined from all their parts, which must all be given."""
         found = {name: tensor for name, tensor in tensors.items() if name not in self._specs}
-        for name, parts in self._by_whole(tensors).items():
-            found[name] = self._joined(name, parts)
+        specs = [spec for name, spec in self._specs.items() if name in tensors]
+        specs.sort(key=lambda spec: (spec.whole_name, spec.index))
+        for whole, same in itertools.groupby(specs, lambda spec: spec.whole_name):
+            parts = list(same)
+            shard = parts[0].shard
+            assert shard is not None and len(parts) == shard.count, f"{whole} needs all its parts, got {len(parts)}"
+            found[whole] = shard.joined([tensors[spec.name] for spec in parts])
         return found
 
     def part_of_state(self, held: str, tensor: Tensor) -> Tensor:
@@ -46,26 +52,7 @@ class TensorParts:
         A state of another shape than the parameter (a step count) is the same for both.
         """
         spec = self._specs.get(held)
-        return self.part(held, tensor) if spec is not None and tensor.shape == self._whole_shape(spec) else tensor
-
-    def _by_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, tuple[str, Tensor]]]:
-        found: dict[str, dict[int, tuple[str, Tensor]]] = {}
-        for name, tensor in tensors.items():
-            if name in self._specs:
-                spec = self._specs[name]
-                found.setdefault(spec.whole_name, {})[spec.index] = (name, tensor)
-        return found
-
-    def _joined(self, whole: str, parts: Mapping[int, tuple[str, Tensor]]) -> Tensor:
-        name, first = parts[min(parts)]
-        spec = self._specs[name]
-        assert spec.shard is not None
-        if first.shape != spec.shape:
-            return first
-        assert len(parts) == spec.shard.count, f"{whole} is held in {spec.shard.count} parts, got {sorted(parts)}"
-        return spec.shard.joined([tensor for _, (_, tensor) in sorted(parts.items())])
-
-    @staticmethod
-    def _whole_shape(spec: ParameterSpec) -> tuple[int, ...]:
-        assert spec.shard is not None
-        return (*spec.shape[: spec.shard.dim], spec.shard.size, *spec.shape[spec.shard.dim + 1 :])
+        if spec is None or (shard := spec.shard) is None:
+            return tensor
+        whole = (*spec.shape[: shard.dim], shard.size, *spec.shape[shard.dim + 1 :])
+        return self.part(held, tensor) if tensor.shape == whole else tensor
