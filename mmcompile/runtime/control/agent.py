@@ -76,6 +76,7 @@ class Agent:
         self._draining = False
         self._released: msg.Release | None = None
         self._end_s = 0.0
+        """Monotonic time until which workers may take to exit after a release."""
         self._code: int | None = None
         self._seen_s = time.monotonic()
 
@@ -118,7 +119,8 @@ class Agent:
         self._find_dead()
         self._find_silent(now_s)
         if self._released is not None:
-            self._end(now_s)
+            if now_s > self._end_s or all(worker.ended for worker in self._workers):
+                self._code = 0 if self._released.success else 1
         elif self._code is None:
             self._talk()
 
@@ -216,7 +218,15 @@ class Agent:
         if not all(worker.idle for worker in self._workers):
             return
         if self._link.connect():
-            self._link.send(self._hello())
+            self._link.send(
+                msg.Hello(
+                    node=self._node,
+                    incarnation=self._incarnation,
+                    num_workers=self._num_workers,
+                    generation=self._generation,
+                    committed=self._committed,
+                )
+            )
             if self._draining:
                 self._link.send(msg.Drain())
             for worker in self._workers:
@@ -228,15 +238,6 @@ class Agent:
                 return
         if (reason := self._link.lost) is not None:
             self._give_up(reason)
-
-    def _hello(self) -> msg.Hello:
-        return msg.Hello(
-            node=self._node,
-            incarnation=self._incarnation,
-            num_workers=self._num_workers,
-            generation=self._generation,
-            committed=self._committed,
-        )
 
     def _obey(self, message: msg.Message) -> None:
         match message:
@@ -254,20 +255,12 @@ class Agent:
                 self._link.close()
                 self._pass_on(message)
             case _:
-                self._note(message)
+                # For a coordinator that is restarted.
+                if isinstance(message, msg.Advance) and message.phase is msg.Phase.ACTIVE:
+                    self._generation = message.generation
+                elif isinstance(message, msg.Commit | msg.Generation):
+                    self._committed = message.step if isinstance(message, msg.Commit) else message.committed
                 self._pass_on(message)
-
-    def _note(self, message: msg.Message) -> None:
-        """Record the workers' generation and last committed step, for a coordinator that is restarted."""
-        match message:
-            case msg.Advance(phase=msg.Phase.ACTIVE):
-                self._generation = message.generation
-            case msg.Commit():
-                self._committed = message.step
-            case msg.Generation():
-                self._committed = message.committed
-            case _:
-                pass
 
     def _pass_on(self, message: msg.Message) -> None:
         for worker in self._workers:
@@ -286,12 +279,6 @@ class Agent:
             self._draining = True
             self._link.send(msg.Drain())
             self._pass_on(msg.Drain())
-
-    def _end(self, now_s: float) -> None:
-        """Set the exit code once all workers have exited after the release, or the time for that is over."""
-        assert self._released is not None
-        if now_s > self._end_s or all(worker.ended for worker in self._workers):
-            self._code = 0 if self._released.success else 1
 
     def _give_up(self, reason: str) -> None:
         print(f"mmcompile: {self._node} ends its workers: {reason}", file=sys.stderr, flush=True)

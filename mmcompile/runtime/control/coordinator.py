@@ -98,7 +98,10 @@ class Coordinator:
         ready = self._selector.select(self._times.tick_s)
         now_s = time.monotonic()
         if now_s - self._seen_s > self._times.lease_s / 2:
-            self._excuse(now_s)
+            # This process did not run for a while (a slow disk, a stopped process): the silence of peers is its own.
+            self._excused_s = now_s + self._times.resume_s
+            for peer in self._peers:
+                peer.heard_s = now_s
         self._seen_s = now_s
         for key, mask in ready:
             if key.data is None:
@@ -113,15 +116,6 @@ class Coordinator:
             for node, (incarnation, cause) in self._away.items():
                 self._execute(self._generations.leave(node, incarnation, cause))
             self._away.clear()
-
-    def _excuse(self, now_s: float) -> None:
-        """Excuse all peers for their silence, after this process did not run for a while (a slow disk, a stopped process).
-
-        Nodes that left meanwhile may reconnect for some seconds.
-        """
-        self._excused_s = now_s + self._times.resume_s
-        for peer in self._peers:
-            peer.heard_s = now_s
 
     def _accept(self) -> None:
         try:
@@ -172,16 +166,8 @@ class Coordinator:
                 self._drop(peer, message.cause)
             case msg.Drain() if peer.node:
                 self._execute(self._generations.drain(peer.node))
-            case msg.Reached() if peer.node:
-                self._execute(self._generations.reached(peer.node, message))
-            case msg.Reduced() if peer.node:
-                self._execute(self._generations.reduced(peer.node, message))
-            case msg.Fault() if peer.node:
-                self._execute(self._generations.fault(peer.node, message))
-            case msg.Abort() if peer.node:
-                self._execute(self._generations.abort(peer.node, message))
-            case msg.Finished() if peer.node:
-                self._execute(self._generations.finished(peer.node, message))
+            case msg.Reached() | msg.Reduced() | msg.Fault() | msg.Finished() | msg.Abort() if peer.node:
+                self._execute(self._generations.heard(peer.node, message))
             case _:
                 raise msg.ProtocolError(f"{type(message).__name__} from an agent at this point")
 
@@ -189,17 +175,15 @@ class Coordinator:
         """Accept an agent that proves the secret, and refuse any other peer."""
         if not isinstance(message, msg.Proof):
             raise msg.ProtocolError(f"{type(message).__name__} before the proof of the secret")
+        reason = "it does not know the secret of this job"
         if message.version != msg.PROTOCOL_VERSION:
             reason = f"protocol {message.version}, the coordinator speaks {msg.PROTOCOL_VERSION}: install one version everywhere"
-            self._turn_away(peer, msg.Refused(reason=reason, advice=msg.Advice.GIVE_UP))
-        elif not secret.proves(message.mac, self._key, "agent", peer.nonce, message.nonce):
-            self._turn_away(
-                peer, msg.Refused(reason="it does not know the secret of this job", advice=msg.Advice.GIVE_UP)
-            )
-        else:
+        elif secret.proves(message.mac, self._key, "agent", peer.nonce, message.nonce):
             peer.trusted = True
             peer.stream.limit_bytes = FRAME_BYTES
             self._tell(peer, msg.Accepted(mac=secret.prove(self._key, "coordinator", peer.nonce, message.nonce)))
+            return
+        self._turn_away(peer, msg.Refused(reason=reason, advice=msg.Advice.GIVE_UP))
 
     def _welcome(self, peer: _Peer, hello: msg.Hello) -> None:
         if (refused := self._generations.refusal(hello)) is not None:
@@ -228,9 +212,12 @@ class Coordinator:
                 case CloseLink() if effect.node in self._nodes:
                     self._part(self._nodes[effect.node])
                 case Arm():
-                    self._timers.append(
-                        (time.monotonic() + self._seconds(effect.timer), effect.timer, effect.generation)
-                    )
+                    seconds = {
+                        TimerKind.ATTEMPT: self._times.attempt_s,
+                        TimerKind.FAULT: self._times.fault_grace_s,
+                        TimerKind.RESUME: self._times.resume_s,
+                    }[effect.timer]
+                    self._timers.append((time.monotonic() + seconds, effect.timer, effect.generation))
                 case RunEvent():
                     self._events.add(effect)
                 case _:
@@ -243,15 +230,6 @@ class Coordinator:
         fail_point(f"before-log-{name}", step=step, generation=generation)
         self._log.append(write.record)
         fail_point(f"after-log-{name}", step=step, generation=generation)
-
-    def _seconds(self, timer: TimerKind) -> float:
-        match timer:
-            case TimerKind.ATTEMPT:
-                return self._times.attempt_s
-            case TimerKind.FAULT:
-                return self._times.fault_grace_s
-            case TimerKind.RESUME:
-                return self._times.resume_s
 
     def _check_leases(self, now_s: float) -> None:
         for peer in [peer for peer in self._peers if now_s - peer.heard_s > self._times.lease_s]:

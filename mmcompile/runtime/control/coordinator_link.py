@@ -53,7 +53,7 @@ class CoordinatorLink:
     def lost(self) -> str | None:
         """Reason why the coordinator counts as lost, after too long a silence; None while it does not."""
         silent_s = time.monotonic() - self._alive_s
-        if silent_s < self._times.reconnect_s:
+        if silent_s < self._times.recovery_deadline_s:
             return None
         host, port = self._address
         return f"no coordinator at {host}:{port} for {silent_s:.1f} s ({self._why}); start it there, or correct the address"

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from mmcompile.errors import EngineError
-from mmcompile.runtime.control.log import History
+from mmcompile.runtime.control.log import Committed, History
 
 _CAUSE_LENGTH = 2000
 _POLL_S = 0.02
@@ -81,6 +81,17 @@ class RunEvent:
     """Data cursor of a committed step, as JSON text."""
 
 
+def committed_event(record: Committed) -> RunEvent:
+    """Return the event of a committed step."""
+    return RunEvent(
+        kind=EventKind.COMMITTED,
+        generation=record.generation,
+        step=record.step,
+        microbatches=record.microbatches,
+        cursor=record.cursor,
+    )
+
+
 class EventLog:
     """Appends events to a file of JSON lines, which can be read while it grows."""
 
@@ -97,15 +108,7 @@ class EventLog:
         events, last = EventReader(self._path).read(), history.last
         done = next((event.step for event in reversed(events) if event.kind in _STEPS), 0)
         if last is not None and last.step != done:
-            self.add(
-                RunEvent(
-                    kind=EventKind.COMMITTED,
-                    generation=last.generation,
-                    step=last.step,
-                    microbatches=last.microbatches,
-                    cursor=last.cursor,
-                )
-            )
+            self.add(committed_event(last))
         elif history.committed != done:
             self.add(RunEvent(kind=EventKind.ROLLED_BACK, generation=history.generation, step=history.committed))
         if history.ended is not None and not any(event.kind is EventKind.ENDED for event in events):

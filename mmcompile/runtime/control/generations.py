@@ -18,7 +18,7 @@ from mmcompile.errors import MMCompileError
 from mmcompile.planner.resilience.membership import Decision, Planned, StateLost, Stop, Wait
 from mmcompile.runtime.control import messages as msg
 from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
-from mmcompile.runtime.control.events import EventKind, RunEvent
+from mmcompile.runtime.control.events import EventKind, RunEvent, committed_event
 from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
 from mmcompile.runtime.control.membership_view import Planner, change_of, generations_of, holders, in_order, refusal_of
 from mmcompile.runtime.control.messages import Phase
@@ -119,42 +119,34 @@ class Generations:
                 self._release(node)
         return self._take()
 
-    def reached(self, node: str, message: msg.Reached) -> list[Effect]:
-        """Handle a worker's report that it completed a phase."""
-        if message.generation == self.generation and message.phase is self.phase and self.phase in _NEXT:
-            self._reached.add((node, message.worker))
-            if self._complete(self._reached):
-                self._advance()
-        return self._take()
+    def heard(self, node: str, message: msg.Report) -> list[Effect]:
+        """Handle a worker's report, unless it is of another generation or comes at the wrong time.
 
-    def reduced(self, node: str, message: msg.Reduced) -> list[Effect]:
-        """Handle a worker's report that its gradients of a step are final."""
-        if message.step <= self.history.committed:
-            self._send(node, msg.Commit(step=message.step))
-        elif self._counts(message) and message.step == self.history.committed + 1:
-            self._reduced[node, message.worker] = message
-            self._commit_if_complete()
-        return self._take()
-
-    def finished(self, node: str, message: msg.Finished) -> list[Effect]:
-        """Handle a worker's report that it has done its last step."""
-        if self._counts(message) and message.step == self.history.committed:
-            self._finished.add((node, message.worker))
-            self._finish_if_complete()
-        return self._take()
-
-    def abort(self, node: str, message: msg.Abort) -> list[Effect]:
-        """End training, since a worker found an error that would stop any membership, for example bad data."""
-        if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
-            self._emit(EventKind.FAULT, node=node, cause=message.reason)
-            self._end(message.reason, success=False)
-        return self._take()
-
-    def fault(self, node: str, message: msg.Fault) -> list[Effect]:
-        """Handle a worker's report of a lost link to another worker, usually explained soon by the loss of a member."""
-        if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
-            self._emit(EventKind.FAULT, node=node, cause=message.error)
-            self._out.append(Arm(timer=TimerKind.FAULT, generation=self.generation))
+        A broken link to another worker is usually explained soon by the loss of a member.
+        """
+        current, committed = message.generation == self.generation, self.history.committed
+        runs = current and self.phase not in (Phase.WAITING, Phase.ENDED)
+        match message:
+            case msg.Reached() if current and message.phase is self.phase and self.phase in _NEXT:
+                self._reached.add((node, message.worker))
+                if self._complete(self._reached):
+                    self._advance()
+            case msg.Reduced() if message.step <= committed:
+                self._send(node, msg.Commit(step=message.step))
+            case msg.Reduced() if self._counts(message) and message.step == committed + 1:
+                self._reduced[node, message.worker] = message
+                self._commit_if_complete()
+            case msg.Finished() if self._counts(message) and message.step == committed:
+                self._finished.add((node, message.worker))
+                self._finish_if_complete()
+            case msg.Abort() if runs:
+                self._emit(EventKind.FAULT, node=node, cause=message.reason)
+                self._end(message.reason, success=False)
+            case msg.Fault() if runs:
+                self._emit(EventKind.FAULT, node=node, cause=message.error)
+                self._out.append(Arm(timer=TimerKind.FAULT, generation=self.generation))
+            case _:
+                pass
         return self._take()
 
     def expired(self, timer: TimerKind, generation: int) -> list[Effect]:
@@ -331,19 +323,16 @@ class Generations:
         self.phase = _NEXT[self.phase]
         self._reached.clear()
         if self.phase is Phase.ACTIVE:
-            self._activate()
+            payload = next(iter(self._sent.values())).payload
+            self._write(Activated(generation=self.generation, members=self.members, payload=payload))
+            self._emit(EventKind.ACTIVE)
+            if self._interrupted:
+                self._emit(EventKind.REPLAYED, step=self.history.committed + 1)
+            self._interrupted = False
         for member in self.members:
             self._send(member.node, msg.Advance(generation=self.generation, phase=self.phase))
         if self.phase is Phase.ACTIVE:
             self._release_drained()
-
-    def _activate(self) -> None:
-        payload = next(iter(self._sent.values())).payload
-        self._write(Activated(generation=self.generation, members=self.members, payload=payload))
-        self._emit(EventKind.ACTIVE)
-        if self._interrupted:
-            self._emit(EventKind.REPLAYED, step=self.history.committed + 1)
-        self._interrupted = False
 
     def _finish_if_complete(self) -> None:
         if self.phase is Phase.ACTIVE and self._complete(self._finished):
@@ -365,7 +354,7 @@ class Generations:
         cursor = next((report.cursor for report in reports if report.cursor is not None), None)
         committed = Committed(generation=self.generation, step=step, microbatches=ids, cursor=cursor)
         self._write(committed)
-        self._emit(EventKind.COMMITTED, committed=committed)
+        self._out.append(committed_event(committed))
         self._reduced.clear()
         self._attempts = 0
         for member in self.members:
@@ -410,26 +399,10 @@ class Generations:
         return effects
 
     def _emit(
-        self,
-        kind: EventKind,
-        *,
-        node: str | None = None,
-        step: int | None = None,
-        cause: str | None = None,
-        committed: Committed | None = None,
+        self, kind: EventKind, *, node: str | None = None, step: int | None = None, cause: str | None = None
     ) -> None:
         """Append an event for the event log to the effects."""
-        self._out.append(
-            RunEvent(
-                kind=kind,
-                generation=self.generation,
-                node=node,
-                step=committed.step if committed is not None else step,
-                cause=cause,
-                microbatches=committed.microbatches if committed is not None else None,
-                cursor=committed.cursor if committed is not None else None,
-            )
-        )
+        self._out.append(RunEvent(kind=kind, generation=self.generation, node=node, step=step, cause=cause))
 
     def _send(self, node: str, message: msg.Message) -> None:
         self._out.append(Send(node=node, message=message))

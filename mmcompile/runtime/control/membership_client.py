@@ -72,16 +72,12 @@ class MembershipClient:
         self._newest: msg.Generation | None = None
         self._number = 0
         self._phase = Phase.WAITING
-        self._committed = 0
+        self.committed = 0
+        """Number of the last committed step."""
         self._released: msg.Release | None = None
         self._idle = False
         self._drain_asked = False
         threading.Thread(target=self._listen, name="mmcompile-membership", daemon=True).start()
-
-    @property
-    def committed(self) -> int:
-        """Number of the last committed step."""
-        return self._committed
 
     def check(self) -> None:
         """Raise Superseded if the generation has ended, Released if training has ended or the node was released."""
@@ -102,7 +98,9 @@ class MembershipClient:
             self._send(msg.Idle())
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._released is not None or self._is_newer())
+                self._changed.wait_for(
+                    lambda: self._released or (self._newest is not None and self._newest.number > self._number)
+                )
                 if self._released is not None:
                     raise Released(self._released.reason)
                 assert self._newest is not None
@@ -141,12 +139,12 @@ class MembershipClient:
         ids = tuple(microbatches)
         self._ask(
             msg.Reduced(generation=self._number, step=step, worker=self.index, microbatches=ids, cursor=cursor),
-            lambda: self._committed >= step,
+            lambda: self.committed >= step,
         )
 
     def finish(self) -> None:
         """Report that this worker has done all steps, and wait until all workers have reported so. Raises Superseded."""
-        message = msg.Finished(generation=self._number, step=self._committed, worker=self.index)
+        message = msg.Finished(generation=self._number, step=self.committed, worker=self.index)
         self._ask(message, lambda: self._released is not None and self._released.success)
 
     def fault(self, error: str) -> None:
@@ -196,9 +194,6 @@ class MembershipClient:
             raise Released(self._released.reason)
         raise Superseded(f"generation {self._number} is over")
 
-    def _is_newer(self) -> bool:
-        return self._newest is not None and self._newest.number > self._number
-
     def _send(self, message: msg.Message) -> None:
         with self._changed:
             self._stream.send(message)
@@ -227,14 +222,14 @@ class MembershipClient:
                 if message.number > (self._newest.number if self._newest is not None else 0):
                     self._newest, self._phase = message, Phase.PREPARE
                     # Also an answer to `reduced`: what was committed before. After lost state it can be less.
-                    self._committed = message.committed
+                    self.committed = message.committed
                     self._supersede()
             case msg.Advance():
                 current = self._newest is not None and message.generation == self._newest.number
                 if current and _ORDER.index(message.phase) > _ORDER.index(self._phase):
                     self._phase = message.phase
             case msg.Commit():
-                self._committed = max(self._committed, message.step)
+                self.committed = max(self.committed, message.step)
             case msg.Suspend():
                 self._phase = Phase.WAITING
                 self._supersede()
@@ -259,7 +254,10 @@ class MembershipClient:
 
 def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient], None]) -> int:
     """Run a worker process: connect to its agent by the socket `file`, call `work`, and return the exit code."""
-    membership = MembershipClient(socket.socket(fileno=file), index, times, _end_at_once)
+    # Without its agent a worker cannot learn of the membership, so it kills itself and its children.
+    membership = MembershipClient(
+        socket.socket(fileno=file), index, times, lambda: os.killpg(os.getpgrp(), signal.SIGKILL)
+    )
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
     try:
         work(membership)
@@ -269,8 +267,3 @@ def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient]
         membership.fail(f"{type(error).__name__}: {error}\n{last_lines(error)}")
         return 1
     return 0
-
-
-def _end_at_once() -> None:
-    """Kill this worker and its children, since without its agent it cannot learn of the membership."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)

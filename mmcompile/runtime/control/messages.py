@@ -238,6 +238,8 @@ class Release:
     success: bool
 
 
+Report: TypeAlias = Reached | Reduced | Fault | Finished | Abort
+"""Messages of workers that their agent passes on to the coordinator."""
 Message: TypeAlias = (
     Challenge
     | Proof
@@ -246,11 +248,7 @@ Message: TypeAlias = (
     | Hello
     | Heartbeat
     | Idle
-    | Reached
-    | Reduced
-    | Fault
-    | Finished
-    | Abort
+    | Report
     | Failed
     | Drain
     | Lost

@@ -55,6 +55,7 @@ class Supervisor:
         self._listener = listener
         self._planner = planner
         self._store_listener = listen(endpoint.host, 0)
+        self._store = f"{endpoint.host}:{self._store_listener.getsockname()[1]}"
         self._starts_s: dict[str, list[float]] = {"coordinator": [], "store": []}
 
     def run(self) -> int:
@@ -83,7 +84,7 @@ class Supervisor:
             EventLog(self._folder / EVENTS_FILE),
             self._planner,
             endpoint=self._endpoint,
-            store=f"{self._endpoint.host}:{self._store_listener.getsockname()[1]}",
+            store=self._store,
         )
         return 0 if coordinator.run() else _FAILED
 

@@ -21,7 +21,10 @@ class Times:
     """
 
     recovery_deadline_s: float = 20.0
-    """Maximum seconds from a failure to the next active generation, if no further failure happens meanwhile."""
+    """Maximum seconds from a failure to the next active generation, if no further failure happens meanwhile.
+
+    Also the seconds for which agents try to reach a lost coordinator before they end their workers.
+    """
     max_attempts: int = 8
     """Number of generations in a row without a committed step before training stops."""
 
@@ -61,11 +64,6 @@ class Times:
     def resume_s(self) -> float:
         """Seconds that a restarted coordinator waits for the members in its log."""
         return self.lease_s * 1.25
-
-    @property
-    def reconnect_s(self) -> float:
-        """Seconds for which agents try to reach a lost coordinator before they end their workers."""
-        return self.recovery_deadline_s
 
     @property
     def tick_s(self) -> float:

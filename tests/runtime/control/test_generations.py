@@ -112,7 +112,7 @@ class Room:
             for member in self.generations.members:
                 for worker in range(member.num_workers):
                     message = Reached(generation=self.number, phase=self.generations.phase, worker=worker)
-                    self.effects = self.generations.reached(member.node, message)
+                    self.effects = self.generations.heard(member.node, message)
 
     def reduce(self, step: int) -> None:
         number = 0
@@ -121,7 +121,7 @@ class Room:
                 message = Reduced(
                     generation=self.number, step=step, worker=worker, microbatches=(number,), cursor=str(step)
                 )
-                self.effects = self.generations.reduced(member.node, message)
+                self.effects = self.generations.heard(member.node, message)
                 number += 1
 
     @property
@@ -191,8 +191,8 @@ def test_reports_of_older_generations_and_other_steps_do_not_count() -> None:
     room.settle()
     for generation, step in ((old, 1), (room.number, 2), (room.number + 1, 1)):
         report = Reduced(generation=generation, step=step, worker=0, microbatches=(), cursor=None)
-        assert room.generations.reduced("a", report) == []
-    assert room.generations.finished("a", Finished(generation=old, step=0, worker=0)) == []
+        assert room.generations.heard("a", report) == []
+    assert room.generations.heard("a", Finished(generation=old, step=0, worker=0)) == []
     assert room.generations.history.committed == 0
 
 
@@ -200,7 +200,7 @@ def test_one_microbatch_twice_ends_training() -> None:
     room = room_of("a", "b")
     for node in ("a", "b"):
         report = Reduced(generation=room.number, step=1, worker=0, microbatches=(7,), cursor=None)
-        room.effects = room.generations.reduced(node, report)
+        room.effects = room.generations.heard(node, report)
     assert room.causes(EventKind.ENDED) == ["microbatches [7] of step 1 were trained twice: a bug of the plan"]
     assert room.generations.history.committed == 0
 
@@ -212,7 +212,7 @@ def test_a_loss_supersedes_every_phase(phase: Phase) -> None:
     while room.generations.phase is not phase:
         for node in ("a", "b"):
             message = Reached(generation=room.number, phase=room.generations.phase, worker=0)
-            room.effects = room.generations.reached(node, message)
+            room.effects = room.generations.heard(node, message)
     before = room.number
     room.effects = room.generations.leave("b", "b1", "gone too")
     assert (room.generations.phase, room.number) == (Phase.PREPARE, before + 1)
@@ -302,7 +302,7 @@ def test_training_stops_when_it_gets_nowhere() -> None:
     room = room_of("a", "b")
     for _ in range(3):
         fault = Fault(generation=room.number, worker=0, error="reset")
-        assert Arm(timer=TimerKind.FAULT, generation=room.number) in room.generations.fault("a", fault)
+        assert Arm(timer=TimerKind.FAULT, generation=room.number) in room.generations.heard("a", fault)
         room.effects = room.generations.expired(TimerKind.FAULT, room.number)
     (cause,) = room.causes(EventKind.ENDED)
     assert cause is not None and cause.startswith("3 generations in a row without a committed step; the last: a link")
@@ -311,7 +311,7 @@ def test_training_stops_when_it_gets_nowhere() -> None:
 def test_a_fault_that_is_explained_makes_no_further_generation() -> None:
     room = room_of("a", "b", "c")
     faulty = room.number
-    room.generations.fault("a", Fault(generation=faulty, worker=0, error="reset"))
+    room.generations.heard("a", Fault(generation=faulty, worker=0, error="reset"))
     room.generations.leave("b", "b1", "gone")
     assert room.generations.expired(TimerKind.FAULT, faulty) == []
 
@@ -320,7 +320,7 @@ def test_who_holds_up_a_recovery_is_given_up() -> None:
     room = room_of("a", "b", "c")
     room.effects = room.generations.leave("c", "c1", "gone")
     assert Arm(timer=TimerKind.ATTEMPT, generation=room.number) in room.effects
-    room.generations.reached("a", Reached(generation=room.number, phase=Phase.PREPARE, worker=0))
+    room.generations.heard("a", Reached(generation=room.number, phase=Phase.PREPARE, worker=0))
     room.effects = room.generations.expired(TimerKind.ATTEMPT, room.number)
     assert list(room.sent(Generation)) == ["a"]
     (refused,) = room.sent(Refused).values()

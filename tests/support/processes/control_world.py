@@ -278,12 +278,8 @@ class World:
                 return self.generations.join(message)
             case Drain():
                 return self.generations.drain(node.name)
-            case Reached():
-                return self.generations.reached(node.name, message)
-            case Reduced():
-                return self.generations.reduced(node.name, message)
-            case Finished():
-                return self.generations.finished(node.name, message)
+            case Reached() | Reduced() | Finished():
+                return self.generations.heard(node.name, message)
             case _:
                 raise ValueError(message)
 
