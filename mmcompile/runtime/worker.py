@@ -164,16 +164,17 @@ class Worker:
         states = wire.under("state/", {**tensors, **restored})
         updates = self._gradients.updates
         self.state.optimizer.load_state({path: t for path, t in states.items() if updates(parameter_of(path))})
-        device = self._groups.device
+        device, stages = self._groups.device, self._setup.stages
+        mine = [(i, placed) for i, placed in enumerate(stages) if placed.ranks[0] == self._groups.rank]
         loaded: dict[int, LoadedStage] = {}
         for program in programs:
             constants = {n: t.to(device) for n, t in wire.under(f"constant/{program.stage}/", tensors).items()}
-            for placed in self._placed(command.tower, program.stage):
-                loaded[placed] = LoadedStage.load(
+            for index in [i for i, at in mine if (at.tower, at.program_name) == (command.tower, program.stage)]:
+                loaded[index] = LoadedStage.load(
                     replace(program, constants=constants),
                     {**self.state.parameters, **self.state.buffers},
-                    self._setup.stages,
-                    placed,
+                    stages,
+                    index,
                     device=device,
                     compiled=self._setup.compiled,
                 )
@@ -275,12 +276,6 @@ class Worker:
             for name in program.buffers:
                 if name not in buffers:
                     buffers[name] = values[name].to(self._groups.device, copy=True)
-
-    def _placed(self, tower: str, stage: str) -> Iterable[int]:
-        """Yield the indices of this rank's placed stages that run a program, one for each replica it holds."""
-        for index, placed in enumerate(self._setup.stages):
-            if placed.ranks[0] == self._groups.rank and (placed.tower, placed.program_name) == (tower, stage):
-                yield index
 
     def _loaded(self, microbatch: MicrobatchPlan) -> Stages:
         """Return this rank's stages, by index, of the replica that a microbatch belongs to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,22 +55,17 @@ class Holding:
 
     def boxes(self, whole: tuple[int, ...]) -> tuple[TensorBox, ...]:
         """Return the boxes that make up the part, one for each block of the shard, from the shape of the whole."""
-        return tuple(self._boxes(whole))
-
-    def _boxes(self, whole: tuple[int, ...]) -> Iterator[TensorBox]:
         zeros = (0,) * len(whole)
         if self.shard is None:
-            yield TensorBox(offsets=zeros, inside=zeros, sizes=whole)
-            return
+            return (TensorBox(offsets=zeros, inside=zeros, sizes=whole),)
         dim, begin, inside = self.shard.dim, 0, 0
+        boxes: list[TensorBox] = []
         for block in self.shard.blocks:
             width = block // self.shard.count
-            yield TensorBox(
-                offsets=_with(zeros, dim, begin + self.index * width),
-                inside=_with(zeros, dim, inside),
-                sizes=_with(whole, dim, width),
-            )
+            offsets, within = _with(zeros, dim, begin + self.index * width), _with(zeros, dim, inside)
+            boxes.append(TensorBox(offsets=offsets, inside=within, sizes=_with(whole, dim, width)))
             begin, inside = begin + block, inside + width
+        return tuple(boxes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

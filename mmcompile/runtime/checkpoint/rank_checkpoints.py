@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -41,12 +41,6 @@ class RankCheckpoints:
     _holdings: dict[str, Holding] = field(default_factory=dict)
     _read: dict[str, Tensor] = field(default_factory=dict)
     """Tensors read from a checkpoint by path, until `take`."""
-
-    def note(self, programs: Iterable[StageProgram]) -> None:
-        """Record which parts of parameters this rank holds, from its stage programs."""
-        for program in programs:
-            for spec in program.parameters:
-                self._holdings[spec.name] = Holding.of(spec)
 
     def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
         """Return this rank's job in a save.
@@ -111,6 +105,8 @@ class RankCheckpoints:
     ) -> dict[str, Tensor]:
         """Return optimizer state of parameters that this rank is about to hold and update, as `state/<key>/<name>`.
 
+        Also records which parts of parameters the rank holds.
+
         Args:
             folder: folder of the checkpoint.
             waiting: original names of the parameters whose state is still in the checkpoint.
@@ -120,12 +116,12 @@ class RankCheckpoints:
         Raises:
             CheckpointError: the checkpoint no longer exists, or is damaged.
         """
-        self.note(programs)
+        specs = [spec for program in programs for spec in program.parameters]
+        self._holdings |= {spec.name: Holding.of(spec) for spec in specs}
         known, rank = set(waiting), self.groups.rank
         names = [
             spec.name
-            for program in programs
-            for spec in program.parameters
+            for spec in specs
             if spec.trainable
             and spec.name not in self.state.parameters
             and spec.whole_name in known
@@ -162,7 +158,7 @@ def _copied(piece: CheckpointPiece) -> CheckpointPiece:
         copy.copy_(tensor, non_blocking=True)
     else:
         copy = tensor.detach().clone()
-    return CheckpointPiece(key=piece.key, dtype=piece.dtype, shape=piece.shape, boxes=piece.boxes, tensor=lambda: copy)
+    return replace(piece, tensor=lambda: copy, trains=False)
 
 
 def balanced(holders: Mapping[str, Collection[int]], num_bytes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:

@@ -62,7 +62,8 @@ class Saving:
             while not self._done.wait(_POLL_S):
                 self._check()
         except BaseException:
-            self.abandon()
+            # The thread stops waiting for other ranks, since some have failed.
+            self._abandoned = True
             raise
         if self._error is not None:
             error, self._error = self._error, None
@@ -71,10 +72,6 @@ class Saving:
     def settle(self) -> None:
         """Block until the save has ended, without raising its error, which a later call raises."""
         self._done.wait()
-
-    def abandon(self) -> None:
-        """Make the save's thread stop waiting for other ranks, since some have failed."""
-        self._abandoned = True
 
     def until(self, found: Callable[[], bool]) -> None:
         """Block the save's thread until `found` returns true. Raises CheckpointError if the save is abandoned."""

@@ -95,7 +95,7 @@ def wait(work: Work) -> None:
         raise PeerLost(str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Lane:
     """One direction between two stages or ranks. Messages of a lane are sent and received in the same order."""
 
@@ -192,9 +192,7 @@ class Groups:
             store = dist.PrefixStore(f"shards/{'-'.join(map(str, ranks))}", self.store)
             index = ranks.index(self.rank)
             if self.device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = _NEVER
-                self._shards[ranks] = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+                self._shards[ranks] = _nccl(store, index, len(ranks))
             else:
                 self._shards[ranks] = _gloo(store, index, len(ranks), self.local, _NEVER)
         return self._shards[ranks]
@@ -226,9 +224,7 @@ class Groups:
             raise PeerLost(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's CPU tensor into the tensor of the same size that every other rank passes.
-
-        On rank 0 it must not change afterwards.
+        """Copy rank 0's CPU tensor, which must not change afterwards, into the tensor of the same size of every other rank.
 
         Rank 0 sends to each rank directly, also in `all_reduce`: for messages of the sizes used here, gloo's collectives cost
         more in hops between threads and in rounds around a ring than they save.
@@ -273,10 +269,8 @@ class Groups:
         if self.closed:
             raise PeerLost(_NO_MORE)
         if lane not in self._lanes:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _NEVER
             store = dist.PrefixStore(f"{lane.name}/{lane.source}/{lane.target}", self.store)
-            self._lanes[lane] = dist.ProcessGroupNCCL(store, int(self.rank == lane.target), 2, options)
+            self._lanes[lane] = _nccl(store, int(self.rank == lane.target), 2)
         return self._lanes[lane]
 
 
@@ -303,6 +297,12 @@ class _Message:
         return True
 
 
+def _nccl(store: dist.Store, rank: int, world_size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NEVER
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
 def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
@@ -313,9 +313,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: t
 
 def _listener(local: bool) -> Any:
     """Return the gloo device (network interface or address) that listens and connects."""
-    found = "hostname", "127.0.0.1"
-    if not local:
-        found = listen_at(os.environ)
+    found = ("hostname", "127.0.0.1") if local else listen_at(os.environ)
     if found is None:
         return dist.ProcessGroupGloo.create_default_device()
     return dist.ProcessGroupGloo.create_device(**dict([found]))

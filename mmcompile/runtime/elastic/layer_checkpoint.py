@@ -10,14 +10,13 @@ from torch import Tensor
 
 from mmcompile.errors import VerifyError
 from mmcompile.files import write_atomic
-from mmcompile.planner.resilience.job import LayerId, WorkerId
+from mmcompile.planner.resilience.job import LayerId
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.checkpoint.whole_checkpoint import Checkpoint, TrainerState
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
 from mmcompile.runtime.elastic.generation_layout import GenerationLayout, layers_in
-from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 from mmcompile.runtime.elastic.layer_store import LayerStore
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
@@ -31,15 +30,10 @@ def owners(layout: GenerationLayout, *, former: bool) -> dict[LayerId, int]:
     """
     found: dict[LayerId, int] = {}
     for device, rank in layout.ranks.items():
-        beside = _former(layout.plan, device) if former else frozenset[LayerId]()
-        for layer in layout.layers_of(device) | beside:
+        beside = layout.plan.former.get(device.node, ())[device.index : device.index + 1] if former else ()
+        for layer in layout.layers_of(device).union(*map(layers_in, beside)):
             found.setdefault(layer, rank)
     return found
-
-
-def _former(plan: GenerationPlan, device: WorkerId) -> frozenset[LayerId]:
-    devices = plan.former.get(device.node, ())
-    return layers_in(devices[device.index]) if device.index < len(devices) else frozenset()
 
 
 def save(

@@ -96,20 +96,16 @@ def chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[Tensor]:
     pieces: list[Tensor] = []
     room = chunk_bytes
     for tensor in tensors:
-        for part in _cut(bytes_of(tensor), room, chunk_bytes):
-            pieces.append(part)
-            room -= len(part)
+        data = bytes_of(tensor)
+        for part in (data[:room], *data[room:].split(chunk_bytes)):
+            if len(part):
+                pieces.append(part)
+                room -= len(part)
             if not room:
                 yield _joined(pieces)
                 pieces, room = [], chunk_bytes
     if pieces:
         yield _joined(pieces)
-
-
-def _cut(data: Tensor, first: int, size: int) -> list[Tensor]:
-    """Return pieces of `data`: the first of at most `first` bytes, the others of at most `size`; none is empty."""
-    pieces = [data[:first], *data[first:].split(size)]
-    return [piece for piece in pieces if len(piece)]
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -89,7 +89,7 @@ class Programs:
 
 def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms] = ()) -> None:
     """Broadcast patterns from rank 0, and add them on all ranks. Other ranks pass no patterns."""
-    sent = None if groups.rank else wire.encode([_bare(pattern) for pattern in patterns])
+    sent = None if groups.rank else wire.encode([_with_constants(pattern, {}) for pattern in patterns])
     known = wire.decode(wire.broadcast(groups, sent), list[PatternPrograms])
     if not known:
         return
@@ -116,6 +116,7 @@ def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms
 def _with_constants(
     pattern: PatternPrograms, constants: Mapping[tuple[str, str], Mapping[str, Tensor]]
 ) -> PatternPrograms:
+    """Return a pattern with the constants of (pattern, stage) in place of its own."""
     return replace(
         pattern,
         programs={
@@ -123,7 +124,3 @@ def _with_constants(
             for stage, program in pattern.programs.items()
         },
     )
-
-
-def _bare(programs: PatternPrograms) -> PatternPrograms:
-    return replace(programs, programs={name: replace(p, constants={}) for name, p in programs.programs.items()})

@@ -144,7 +144,13 @@ class P2P:
     def put_gradient(self, microbatch: int, stage: int, slot: InputSlot, gradient: Tensor) -> None:
         """Store the gradient of a stage's link input, to be returned to all stages that computed the value."""
         if slot.crossing:
-            self._put_rows(microbatch, stage, slot.name, gradient)
+            for position in self._routes.read.get((microbatch, stage, slot.name), ()):
+                exchange, edge = self._plan.exchanges[position], self._routes.edge[position]
+                rows = RowSlice(gradient, exchange.into)
+                if exchange.gradient and self.is_local(edge.producer):
+                    self._row_gradients[position] = rows
+                elif exchange.gradient:
+                    self._outbox[ActionKind.SEND_B, edge, position] = rows.gathered()
         elif self.is_local(slot.producer):
             self._gradients.setdefault((microbatch, slot.producer, slot.name), {})[stage] = gradient.contiguous()
         else:
@@ -208,17 +214,6 @@ class P2P:
             while sent:
                 wait(sent.popleft()[1])
         self._inputs.finish()
-
-    def _put_rows(self, microbatch: int, stage: int, name: str, gradient: Tensor) -> None:
-        for position in self._routes.read.get((microbatch, stage, name), ()):
-            exchange, edge = self._plan.exchanges[position], self._routes.edge[position]
-            if not exchange.gradient:
-                continue
-            rows = RowSlice(gradient, exchange.into)
-            if self.is_local(edge.producer):
-                self._row_gradients[position] = rows
-            else:
-                self._outbox[ActionKind.SEND_B, edge, position] = rows.gathered()
 
     def _keep(self, action: Action, value: _Value, tensor: Tensor) -> None:
         """Store a received tensor where its reader takes it: as a value, a gradient, or rows of an exchange."""
@@ -295,9 +290,7 @@ class P2P:
         return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
 
     def _lane(self, source: int, target: int) -> Lane:
-        return Lane(
-            source=self._stages[source].ranks[0], target=self._stages[target].ranks[0], name=f"{source}>{target}"
-        )
+        return Lane(self._stages[source].ranks[0], self._stages[target].ranks[0], f"{source}>{target}")
 
     def _tag(self, action: Action, edge: Edge, item: _Item) -> int:
         backward = action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)
@@ -328,15 +321,12 @@ class _Receive:
 
 def _moved(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
     """Return the names of the values of the balance group that an action of this kind moves, by index of the peer stage."""
-    match kind:
-        case ActionKind.SEND_F:
-            return stage.to_peer
-        case ActionKind.RECV_F:
-            return stage.from_peer
-        case ActionKind.SEND_B:
-            return stage.gradients_to
-        case _:
-            return stage.gradients_from
+    return {
+        ActionKind.SEND_F: stage.to_peer,
+        ActionKind.RECV_F: stage.from_peer,
+        ActionKind.SEND_B: stage.gradients_to,
+        ActionKind.RECV_B: stage.gradients_from,
+    }[kind]
 
 
 def _peer(action: Action) -> int:

@@ -189,12 +189,16 @@ class Bucket:
 
     def _send(self, tensor: Tensor, target: int, *, phase: int) -> None:
         if len(tensor):
-            self._works.append(self._groups.send(tensor, _lane(self._groups.rank, target), self._tags[phase]))
+            self._works.append(
+                self._groups.send(tensor, Lane(self._groups.rank, target, "gradients"), self._tags[phase])
+            )
 
     def _receive(self, tensor: Tensor, source: int, *, phase: int) -> None:
         if len(tensor):
             # Waited for before what is sent: gloo lets go of it if a rank is gone.
-            self._works.insert(0, self._groups.receive(tensor, _lane(source, self._groups.rank), self._tags[phase]))
+            self._works.insert(
+                0, self._groups.receive(tensor, Lane(source, self._groups.rank, "gradients"), self._tags[phase])
+            )
 
     def _wait(self) -> None:
         for work in self._works:
@@ -266,7 +270,3 @@ def _parts(length: int, element_bytes: int, shared: OwnerSet) -> dict[int, slice
 
 def _pairs(sources: Iterable[int], targets: Sequence[int]) -> Iterator[tuple[int, int]]:
     return ((source, target) for source in sources for target in targets if source != target)
-
-
-def _lane(source: int, target: int) -> Lane:
-    return Lane(source=source, target=target, name="gradients")

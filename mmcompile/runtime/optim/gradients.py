@@ -53,23 +53,16 @@ class CarriedSums:
     def __init__(self, reduction: Reduction, *, master_weights: bool) -> None:
         self._arithmetics = {master: arithmetic_of(reduction, master=master) for master in {False, master_weights}}
         self._master_weights = master_weights
-        self._parameters: Mapping[str, nn.Parameter] = {}
+        self.parameters: Mapping[str, nn.Parameter] = {}
+        """Trainable parameters of this rank, by original name; to be set before each call, and may be more than before."""
         self._num_terms: Counter[str] = Counter()
         self._sums: dict[str, Tensor] = {}
         self._largest = Largest(self._arithmetics[False].limit)
 
-    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Prepare for the backwards of a call.
-
-        Args:
-            parameters: trainable parameters of this rank, by original name; may be more than in the last call.
-        """
-        self._parameters = parameters
-
     def ran(self, names: Iterable[str]) -> None:
         """Add up the gradients of parameters that a backward has touched."""
         for name in names:
-            parameter = self._parameters[name]
+            parameter = self.parameters[name]
             self._num_terms[name] += 1
             arithmetic = self._arithmetics[self._master_weights and parameter.dtype in HALF]
             if parameter.grad is None or not arithmetic.moves:
@@ -207,19 +200,16 @@ class GradientSums:
     def _has_master(self, parameter: nn.Parameter) -> bool:
         return self._masters is not None and parameter.dtype in HALF
 
-    def _check_terms(self, arithmetic: Arithmetic, names: Iterable[str], num_owners: int) -> None:
-        for name in names:
-            num_terms = self._num_terms[name] * num_owners
+    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], shared: OwnerSet, tags: tuple[int, int]) -> None:
+        first = next(iter(parameters.values()))
+        arithmetic = self._arithmetic(first)
+        for name in parameters:
+            num_terms = self._num_terms[name] * len(shared.owners)
             if num_terms > arithmetic.max_terms:
                 raise EngineError(
                     f"{name} has gradients of up to {num_terms:,} backwards in a step; this reduction adds at most "
                     f"{int(arithmetic.max_terms):,}: use fewer microbatches a step, or reduction='fp64'"
                 )
-
-    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], shared: OwnerSet, tags: tuple[int, int]) -> None:
-        first = next(iter(parameters.values()))
-        arithmetic = self._arithmetic(first)
-        self._check_terms(arithmetic, parameters, len(shared.owners))
         masters = self._masters or {}
         targets = [masters.get(name, parameter) for name, parameter in parameters.items()]
         dtype = torch.float32 if self._has_master(first) else first.dtype

@@ -90,7 +90,7 @@ class RankGradients:
         """
         self._ran |= set(ran)
         if not update:
-            self._carried.begin(self._state.trainable)
+            self._carried.parameters = self._state.trainable
             return self._carried
         return GradientSums(
             self._groups,

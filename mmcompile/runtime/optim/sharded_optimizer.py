@@ -81,12 +81,12 @@ class NewValues:
                 self._kept.append(values)
                 for owner in item.owners:
                     if owner != groups.rank and len(values):
-                        self._works.append(groups.send(values, _lane(groups.rank, owner), tag))
+                        self._works.append(groups.send(values, Lane(groups.rank, owner, "values"), tag))
             else:
                 values = torch.empty(sum(p.numel() for p in held), dtype=held[0].dtype, device=held[0].device)
                 self._received.append((values, held))
                 if len(values):
-                    self._works.append(groups.receive(values, _lane(item.updater, groups.rank), tag))
+                    self._works.append(groups.receive(values, Lane(item.updater, groups.rank, "values"), tag))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -100,7 +100,3 @@ class NewValues:
         self._works.clear()
         self._kept.clear()
         self._received.clear()
-
-
-def _lane(source: int, target: int) -> Lane:
-    return Lane(source=source, target=target, name="values")

@@ -66,7 +66,7 @@ def run_case(groups: Groups, case: Case) -> Held:
     backwards = case.backwards[groups.rank]
     carried = CarriedSums(case.reduction, master_weights=case.masters)
     for given in backwards[: case.earlier]:
-        carried.begin(parameters)
+        carried.parameters = parameters
         _backward(parameters, given)
         carried.ran(given)
         assert carried.finish() == {}
