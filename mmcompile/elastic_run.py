@@ -134,13 +134,12 @@ def elastic_job(
         num_steps: total number of optimizer steps.
         folder: new folder for the log, the events, and the checkpoint.
         seed: seed of random numbers in the model.
-        optimizer, groups, scheduler, clip_norm, compile: as for `Engine`.
+        optimizer, groups, scheduler, clip_norm, compile, pad, collate: as for `Engine`.
         master_weights: as for `Engine`; masters start from the parameters.
         accumulate, shard_optimizer: of `Engine`, and refused here: a step is one call, and what a rank updates after a commit
             must not depend on other ranks, which may be gone.
         reduction: arithmetic of gradient sums (`mmcompile.config.Reduction`).
         balance: balancer, or its name, that assigns the samples of a step to microbatches.
-        pad, collate: as for `Engine`.
         save_every: number of steps between checkpoints; by default only the end is saved.
         on_capture: called with the number of captures so far before each.
 

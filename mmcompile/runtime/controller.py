@@ -79,9 +79,8 @@ class Controller:
         """Install the step's new patterns, run the step on all ranks, and return its totals.
 
         Args:
-            planned: step plan, with programs and batch inputs of its microbatches.
             parameters: all parameters and buffers of the model.
-            hyper, seed, trace: optimizer settings, random seed and tracing of the step, as in `Step`.
+            hyper, seed, trace: as in `Step`.
         """
         plan = planned.plan
         for microbatch, prepared in zip(plan.microbatches, planned.prepared, strict=True):
@@ -92,10 +91,9 @@ class Controller:
         return self.worker.step(command, [prepared.values for prepared in planned.prepared])
 
     def install(self, programs: PatternPrograms, tower: str, values: Mapping[str, Tensor]) -> None:
-        """Send every rank its stages of a balance group in a new pattern, with the tensors it lacks.
+        """Send every rank its stages of the balance group `tower` in a new pattern, with the tensors it lacks.
 
         Args:
-            tower: name of the balance group.
             values: all parameters and buffers of the model. For a parameter that another rank already trains, that rank's value
                 and optimizer state are used.
         """

@@ -442,12 +442,7 @@ class Engine:
     def _plan_next(
         self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
-        """Return the plan of the next batch's step, and the state of the data after it; None after the last batch.
-
-        Args:
-            batches: (batch, true if it is the last) in order.
-            before: calls since the last update.
-        """
+        """Return the plan of the next batch's step, and the state of the data after it; None after the last batch."""
         if (found := next(batches, None)) is None:
             return None
         (samples, state), is_last = found

@@ -45,9 +45,7 @@ class Agent:
 
     Args:
         node: name of the node, unique in the job.
-        endpoint: address and secret of the coordinator.
         work: main function of a worker; it runs in a process of its own, forked from this one.
-        num_workers: number of workers of the node.
         max_restarts: number of times that new workers are started after the node's workers were lost.
     """
 

@@ -41,8 +41,6 @@ class Coordinator:
     Args:
         listener: bound and listening socket. A supervisor keeps it open over restarts, so that agents can always connect.
         log: log with the history of the run.
-        events: event log of the run.
-        planner: plans the work of each generation's members.
         endpoint: the secret and the timeouts; the address is the listener's.
         store: host:port of the store, for workers.
     """

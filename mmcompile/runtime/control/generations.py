@@ -40,7 +40,6 @@ class Generations:
     """State machine of membership, generations and commits.
 
     Args:
-        planner: plans the work of each membership.
         history: history in the log, empty at the first start.
         store: host:port of the store, sent to workers.
         max_attempts: number of generations in a row without a commit before training stops.

@@ -27,9 +27,7 @@ class LocalCluster:
 
     Args:
         folder: folder of the coordinator's log and event log.
-        planner: plans the work of each generation's members.
         work: main function of each worker.
-        times: timeouts of the control plane.
         max_restarts: number of restarts of each node's workers.
     """
 

@@ -79,11 +79,8 @@ def refusal_of(
     """Return the refusal of a node that may not join as it is; None if it may.
 
     Args:
-        hello: the node's first message.
-        connected: connected members by node.
         dead: incarnations that counted as lost or were released.
         known: members whose workers hold the state of the last committed step, or are about to.
-        history: history of the run.
     """
     other = connected.get(hello.node)
     if other is not None and other.incarnation != hello.incarnation:

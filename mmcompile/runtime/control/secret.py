@@ -76,11 +76,9 @@ def make_nonce() -> str:
 
 
 def prove(secret: bytes, side: str, challenge: str, answer: str) -> str:
-    """Return the proof (HMAC-SHA256 in hex) of one end of a link over the nonces of both ends.
+    """Return the proof (HMAC-SHA256 in hex) of `side`, "agent" or "coordinator", over the nonces of both.
 
     Args:
-        secret: secret of the run.
-        side: "agent" or "coordinator".
         challenge, answer: nonces of the coordinator and of the agent.
     """
     return hmac.new(secret, f"mmcompile/{side}/{challenge}/{answer}".encode(), "sha256").hexdigest()

@@ -34,10 +34,9 @@ def serve_store(listener: socket.socket) -> int:
 
 
 def open_client(address: str, timeout_s: float) -> dist.TCPStore:
-    """Return a connection to the store. Takes milliseconds, but looks up the address in the name service, which may be slow.
+    """Return a connection to the store at host:port, whose look-up in the name service may be slow.
 
     Args:
-        address: host:port.
         timeout_s: maximum wait in seconds for a key, and for the store itself.
 
     Raises:

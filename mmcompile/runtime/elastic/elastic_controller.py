@@ -34,11 +34,9 @@ class ElasticController:
         self._upcoming: tuple[int, Future[tuple[PlannedStep, str]]] | None = None
 
     def start(self, plan: GenerationPlan, placement: Placement, committed: int, cursor: str | None) -> None:
-        """Start a generation, and start to plan the first step after `committed`.
+        """Start a generation, and start to plan its first step.
 
         Args:
-            plan: plan of the generation.
-            placement: placed stages of the generation.
             committed: number of the last committed step.
             cursor: data cursor after that step; None for the start of the data.
         """
@@ -62,7 +60,6 @@ class ElasticController:
         """Return the plan of a step, and the data cursor after it.
 
         Args:
-            number: number of the step.
             check: called while waiting for the plan; an exception it raises ends the wait.
 
         Raises:

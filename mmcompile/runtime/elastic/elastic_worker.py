@@ -49,17 +49,7 @@ def work(job: ElasticJob, membership: MembershipClient) -> None:
 
 
 class ElasticWorker:
-    """Trains in one worker process, and keeps programs, layers and data from generation to generation.
-
-    Attributes:
-        job: model, data and settings of the run.
-        membership: connection to the control plane.
-        programs: layer programs that this worker has, of all patterns so far.
-        store: layers that this worker holds.
-        rates: schedule that computes the learning rates of any step.
-        controller: reads data and plans steps while this worker is rank 0.
-        graphs_before: graphs compiled before this worker was started.
-    """
+    """Trains in one worker process, and keeps programs, layers and data from generation to generation."""
 
     def __init__(self, job: ElasticJob, membership: MembershipClient) -> None:
         self.job = job
@@ -68,7 +58,9 @@ class ElasticWorker:
         self.store = LayerStore(self.programs.parameters(), job.patterns.parameters(), job.optimizer)
         self.rates = HyperSchedule(job.optimizer, job.scheduler)
         self.controller = ElasticController(job)
+        """Reads data and plans steps while this worker is rank 0."""
         self.graphs_before = num_graphs()
+        """Number of graphs compiled before this worker was started."""
         self._connections = Connections(membership)
 
     def run(self) -> None:

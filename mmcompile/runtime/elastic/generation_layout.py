@@ -25,8 +25,6 @@ class GenerationLayout:
     """Places the layers of a generation on workers: which worker runs which layers, with which rank.
 
     Args:
-        plan: plan of the generation, with its pipelines.
-        resilience: templates of the pipelines.
         layers: plan in which every layer is a stage.
         nodes: nodes of the generation in order of ranks.
     """

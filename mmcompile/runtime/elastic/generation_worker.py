@@ -37,10 +37,6 @@ class GenerationWorker:
     """Computes the steps of one generation on one rank, together with the other ranks.
 
     Args:
-        job: model, data and settings of the run.
-        groups: process groups of the generation.
-        plan: plan of the generation.
-        placement: placed stages of its layers.
         programs: layer programs that this worker has.
         store: layers that this worker holds, including all in `layers`.
         layers: layers that this rank runs.

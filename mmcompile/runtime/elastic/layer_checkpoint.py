@@ -25,7 +25,6 @@ def owners(layout: GenerationLayout, *, former: bool) -> dict[LayerId, int]:
     """Return the first rank that holds each layer, by layer.
 
     Args:
-        layout: layout of the generation.
         former: also count layers that a worker held before and keeps until the first commit of the generation.
     """
     found: dict[LayerId, int] = {}
@@ -47,10 +46,7 @@ def save(
     """Collect all state on rank 0 and write it; the previous checkpoint stays intact until the new one is complete.
 
     Args:
-        groups: groups of the generation.
-        job: model, data and settings of the run.
         owned: rank that sends each layer, by layer.
-        store: layers that this worker holds.
         aliases: name under which a tied parameter is held, by each of its other names.
         trainer: step, cursor, and the optimizer's settings for the next step; the frozen parameters are added here.
 

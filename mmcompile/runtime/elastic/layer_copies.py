@@ -64,9 +64,7 @@ def run_copies(
 
     Args:
         groups: groups of the generation. All its ranks call this with the same copies, and send no other messages meanwhile.
-        copies: source, destination, layer and round of each copy.
         ranks: ranks of all workers that copies name.
-        store: layers that this worker holds.
         check: called before every wait; an exception it raises ends the copies, after which the groups cannot be used.
         chunk_bytes: bytes of a chunk, the same on all ranks.
 

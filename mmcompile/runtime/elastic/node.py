@@ -25,7 +25,6 @@ def coordinate(
     """Serve a run until it ends, with a store and a coordinator in processes that are restarted if they die.
 
     Args:
-        resilience: templates and fault tolerance of the run.
         folder: folder of the log, the events and the checkpoint; the same for all nodes. If it has the log of an earlier
             coordinator, that run continues.
         at: address to listen at, and the secret.

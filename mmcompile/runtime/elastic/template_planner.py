@@ -37,7 +37,6 @@ class TemplatePlanner:
     """Plans the pipelines of each generation from templates (a `mmcompile.runtime.control.membership_view.Planner`).
 
     Args:
-        resilience: templates and fault tolerance of the run.
         start_nodes: number of nodes that must be connected before training starts.
         checkpoints: folder of the last checkpoint, read when state is lost.
     """

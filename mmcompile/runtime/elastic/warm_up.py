@@ -41,10 +41,8 @@ def warm_up(
 
     Args:
         microbatches: at least one of every pattern that workers are to find compiled.
-        parameters: all parameters and buffers of the model, by original name.
         device: device on which workers compute. A process that has used a GPU cannot fork workers that do: there, each worker
             warms up.
-        backend: backend of `torch.compile`.
 
     Raises:
         VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.
@@ -87,11 +85,7 @@ class _Values:
         )
 
     def inputs(self, program: StageProgram, *, gradient: bool) -> list[Tensor | int]:
-        """Return values for all inputs of a program, in the order of its ports.
-
-        Args:
-            gradient: make inputs require grad if the program sends their gradient back, as in training.
-        """
+        """Return values for all inputs of a program. With `gradient`, those whose gradient it sends back require grad."""
         return [
             self._microbatch.sizes[port.name]
             if port.kind == "size"

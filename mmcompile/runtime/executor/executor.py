@@ -101,11 +101,9 @@ class Executor:
 
         Args:
             loaded: per microbatch of the step, the stages by which this rank runs it; empty for a microbatch that others run.
-            board: status board on which every action is noted before it is run.
             sums: called after every backward; it takes the gradients that the backward left in `.grad`.
             seed: random seed of forwards, combined with step, stage, and the first sample of the microbatch, so that random
                 numbers are the same on every rank and do not depend on the other microbatches.
-            trace: keep the time of every action.
             check: called before every action; an exception it raises ends the step.
         """
         self._plan = plan

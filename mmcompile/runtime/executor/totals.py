@@ -44,7 +44,6 @@ def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[st
     """Return the totals of a step over all ranks, with the same bits on all.
 
     Args:
-        own: this rank's contribution.
         names: all trainable parameters of the model, in an order that all ranks share.
         limit: bound that gradients must stay below, for the error.
 

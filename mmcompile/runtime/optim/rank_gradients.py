@@ -59,12 +59,7 @@ class RankGradients:
         """Names of all trainable parameters of the model so far, sorted."""
 
     def hold(self, holders: Mapping[str, tuple[int, ...]], updaters: Mapping[str, int]) -> None:
-        """Set which placed stages hold each trainable parameter, and the updaters.
-
-        Args:
-            holders: indices of the placed stages that hold a parameter, by name.
-            updaters: rank that updates a parameter, by name, where not all its owners do.
-        """
+        """Set the indices of the placed stages that hold each trainable parameter, and the updaters, as in `Install`."""
         self._held = {}
         self._updaters = updaters
         self.names = tuple(sorted(holders))
@@ -86,7 +81,6 @@ class RankGradients:
         Args:
             ran: indices of the placed stages that run a backward in the call, on any rank.
             backwards: number of this rank's backwards that touch a parameter, by name.
-            update: parameters are updated after the call.
         """
         self._ran |= set(ran)
         if not update:
@@ -123,12 +117,7 @@ class RankGradients:
         return dict(zip(gradients, squares.tolist(), strict=True))
 
     def clip(self, squared_norm: float, limit: float) -> None:
-        """Multiply all gradients by min(1, limit / norm).
-
-        Args:
-            squared_norm: squared global norm of the gradients over all ranks.
-            limit: maximum norm.
-        """
+        """Multiply all gradients by min(1, limit / norm), from the squared global norm over all ranks."""
         factor = limit / (math.sqrt(squared_norm) + _EPSILON)
         if factor < 1:
             _scale(self._state.optimizer.updated.values(), factor)
