@@ -105,13 +105,17 @@ class Controller:
         lacking = {rank: self._lacking(rank, mine) for rank, mine in by_rank.items()}
         trained = self._trained({name for names in lacking.values() for name in names})
         self._note(programs.pattern, tower, placed)
-        restored, waiting = self._restored_for(lacking)
+        names = {self._parts.whole_name(name) for names in lacking.values() for name in names}
+        waiting, saving = self._restored.take(names), self.worker.checkpoints.saving
+        if waiting and saving is not None:
+            # It may just be replacing the folder that is read from.
+            saving.settle()
         command = Install(
             pattern=programs.pattern,
             tower=tower,
             holders={n: tuple(sorted(at)) for n, at in sorted(self._holders.items()) if n in self._trainable},
             updaters=self._updaters,
-            restored=restored,
+            restored=str(self._restored.folder) if waiting else "",
             waiting=waiting,
         )
         self._announce(command)
@@ -267,20 +271,6 @@ class Controller:
         if self._sharded:
             owners = {name: self._ranks(name) for name in self._trainable}
             self._updaters = assign_updaters(owners, self._num_bytes, self._updaters)
-
-    def _restored_for(self, lacking: Mapping[int, Sequence[str]]) -> tuple[str, tuple[str, ...]]:
-        """Return the checkpoint folder and the parameters whose optimizer state ranks read from it; ("", ()) if none.
-
-        Args:
-            lacking: by rank, the parameters that it is about to hold.
-        """
-        names = {self._parts.whole_name(name) for names in lacking.values() for name in names}
-        waiting = self._restored.take(names)
-        if not waiting:
-            return "", ()
-        # It may just be replacing the folder that is read from.
-        self.worker.checkpoints.settle()
-        return str(self._restored.folder), waiting
 
     def _held_names(self) -> set[str]:
         """Return the original names of the trainable parameters that any rank holds, whole or in part."""

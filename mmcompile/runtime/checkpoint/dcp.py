@@ -44,7 +44,7 @@ from mmcompile.runtime.checkpoint.index import (
     digest_of,
     path_of,
 )
-from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, TensorBox
 
 
 class _Pieces(DefaultSavePlanner):
@@ -65,11 +65,7 @@ def write_part(folder: Path, rank: int, pieces: Sequence[CheckpointPiece]) -> di
     Raises:
         OSError: the file cannot be written.
     """
-    items = [
-        _item(p.key, p.dtype, p.shape, box.offsets, box.sizes, whole=box.sizes == p.shape)
-        for p in pieces
-        for box in p.boxes
-    ]
+    items = [_item(p.key, p.dtype, p.shape, box.offsets, box.sizes) for p in pieces for box in p.boxes]
     # Copying ahead would start CUDA in processes that do not use it, and there is nothing to overlap with.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     plan = writer.prepare_global_plan([*[SavePlan([])] * rank, SavePlan(items)])[rank]
@@ -83,9 +79,7 @@ def write_part(folder: Path, rank: int, pieces: Sequence[CheckpointPiece]) -> di
         piece.key: StoredTensor(
             dtype=dtype_name(piece.dtype),
             shape=piece.shape,
-            chunks=tuple(
-                _stored(folder, box.offsets, box.sizes, places[piece.key, box.offsets]) for box in piece.boxes
-            ),
+            chunks=tuple(_stored(folder, box, places[piece.key, box.offsets]) for box in piece.boxes),
         )
         for piece in pieces
     }
@@ -98,8 +92,7 @@ def write_metadata(folder: Path, index: CheckpointIndex) -> None:
     for key, stored in index.tensors.items():
         for name in (key, *(f"model.{other}" for other, first in index.aliases.items() if key == f"model.{first}")):
             for chunk in stored.chunks:
-                whole = chunk.sizes == stored.shape
-                item = _item(name, torch_dtype(stored.dtype), stored.shape, chunk.offsets, chunk.sizes, whole=whole)
+                item = _item(name, torch_dtype(stored.dtype), stored.shape, chunk.offsets, chunk.sizes)
                 place = _StorageInfo(chunk.file, chunk.position, chunk.length)
                 items.append(item)
                 results.append(WriteResult(index=item.index, size_in_bytes=chunk.length, storage_data=place))
@@ -173,11 +166,11 @@ def _differs(folder: Path, key: str, chunk: StoredChunk) -> Exception:
 
 
 def _item(
-    key: str, dtype: torch.dtype, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], *, whole: bool
+    key: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(key, offsets),
-        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+        type=WriteItemType.TENSOR if sizes == shape else WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=_chunk(offsets, sizes), properties=TensorProperties(dtype=dtype), size=torch.Size(shape)
         ),
@@ -188,10 +181,10 @@ def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def _stored(folder: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], place: _StorageInfo) -> StoredChunk:
+def _stored(folder: Path, box: TensorBox, place: _StorageInfo) -> StoredChunk:
     return StoredChunk(
-        offsets=offsets,
-        sizes=sizes,
+        offsets=box.offsets,
+        sizes=box.sizes,
         file=place.relative_path,
         position=place.offset,
         length=place.length,

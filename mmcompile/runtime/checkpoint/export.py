@@ -38,8 +38,4 @@ def export(folder: Path, model: nn.Module | None, state_dict: Mapping[str, Tenso
             # Tied names are written once each.
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}
             save_file(tensors, fresh / "model.safetensors")
-        swap(fresh, folder, _is_model_file)
-
-
-def _is_model_file(path: str) -> bool:
-    return any(fnmatch.fnmatch(PurePath(path).name, pattern) for pattern in _MODEL_FILES)
+        swap(fresh, folder, lambda path: any(fnmatch.fnmatch(PurePath(path).name, match) for match in _MODEL_FILES))

@@ -71,11 +71,6 @@ class RankCheckpoints:
         self.saving = Saving(step, write, self.check)
         return self.saving
 
-    def settle(self) -> None:
-        """Block until the last save has ended, with or without an error."""
-        if self.saving is not None:
-            self.saving.settle()
-
     def read(self, folder: str) -> str:
         """Read the tensors that this rank holds into memory, without changing the model.
 

@@ -143,7 +143,7 @@ def _read_state(place: Path) -> TrainerState:
     """Return the training state in a folder. Raises CheckpointError if it is damaged or another version wrote it."""
     try:
         raw = (place / _STATE).read_bytes()
-        version = msgspec.json.decode(raw, type=_Version).version
+        version = msgspec.json.decode(raw, type=_Header).version
         if version != _CHECKPOINT_VERSION:
             raise CheckpointError(
                 f"{place / _STATE} has version {version}; this mmcompile reads version {_CHECKPOINT_VERSION}"
@@ -171,7 +171,7 @@ def files_of(folder: Path) -> frozenset[str]:
     """Return the paths of the files that the checkpoint in a folder wrote; an empty set if there is no checkpoint."""
     place = place_of(folder, _STATE)
     try:
-        return frozenset() if place is None else msgspec.json.decode((place / _STATE).read_bytes(), type=_Files).files
+        return frozenset() if place is None else msgspec.json.decode((place / _STATE).read_bytes(), type=_Header).files
     except (OSError, msgspec.DecodeError):
         return frozenset()
 
@@ -205,10 +205,8 @@ def _digest(trainer: TrainerState) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Version:
+class _Header:
+    """The fields of `TrainerState` that can be read from any version."""
+
     version: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Files:
-    files: frozenset[str]
+    files: frozenset[str] = frozenset()

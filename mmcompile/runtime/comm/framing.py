@@ -33,11 +33,6 @@ def take_frame(buffer: bytearray) -> bytes | None:
     return data
 
 
-def send_frame(line: socket.socket, data: bytes) -> None:
-    """Send a message, preceded by its length, over a blocking socket."""
-    line.sendall(frame(data))
-
-
 def receive_frame(line: socket.socket) -> bytes | None:
     """Wait for one message on a blocking socket; None at the end of the stream."""
     buffer = bytearray()

@@ -27,7 +27,6 @@ class CoordinatorLink:
     """Connects to the coordinator, proves the secret, and sends heartbeats. No method blocks longer than a heartbeat.
 
     Args:
-        endpoint: address and secret of the coordinator.
         selector: selector that the socket is registered with; `data` of its key is None.
     """
 

@@ -97,8 +97,7 @@ class Connections:
 
     def cut(self) -> None:
         """End all waits of the current generation for other ranks. Any thread may call this, several times."""
-        connection = self._current
-        if connection is not None:
+        if (connection := self._current) is not None:
             connection.cut()
 
 
@@ -227,8 +226,7 @@ class _StoreClient:
         return self._client
 
     def cut(self) -> None:
-        fence = self._fence
-        if fence is not None:
+        if (fence := self._fence) is not None:
             fence.cut()
 
     def _is_usable(self, address: str) -> bool:

@@ -35,11 +35,8 @@ class ElasticEngine:
     end with this one.
 
     Args:
-        job: model, data and settings of the run.
-        nodes: names of the nodes to start with; each is simulated by processes of this machine.
+        nodes, max_restarts, on_event: as for `mmcompile.elastic_run.elastic`.
         times: timeouts after which workers and nodes count as lost.
-        max_restarts: number of restarts of a node's workers after they were lost.
-        on_event: called with every line of the event log while `train` runs.
 
     Raises:
         ConfigError: there are fewer nodes than the fault tolerance needs, or the folder belongs to another run.

@@ -50,16 +50,6 @@ class ElasticJob:
         return checkpoints_in(self.folder)
 
     @property
-    def digests(self) -> Path:
-        """File with a digest of each layer at the end of training."""
-        return self.folder / "digests.json"
-
-    @property
-    def compiled_graphs(self) -> Path:
-        """File with the number of graphs that each rank of the last generation compiled since it started."""
-        return self.folder / "compiled_graphs.json"
-
-    @property
     def trace(self) -> Path:
         """File with the measured actions of the last step."""
         return self.folder / tracing.FILE

@@ -120,19 +120,15 @@ class GenerationWorker:
 
     def _install(self, plan: StepPlan) -> None:
         """Build this worker's layers in the patterns of a step that it has not built yet."""
-        for pattern in dict.fromkeys(microbatch.pattern for microbatch in plan.microbatches):
-            if pattern not in self._installed:
-                self._installed.add(pattern)
-                self._install_pattern(pattern)
-
-    def _install_pattern(self, pattern: str) -> None:
-        programs = self._programs.of(pattern)
         here = {stage.program_name for stage in self._stages if self._groups.rank in stage.ranks}
-        mine = [program for name, program in programs.items() if name in here]
-        values = self._job.patterns.parameters()
-        tensors = {f"value/{name}": values[name] for program in mine for name in program.buffers}
-        tensors |= {
-            f"constant/{program.stage}/{name}": tensor for program in mine for name, tensor in program.constants.items()
-        }
-        holders = self._programs.holders(self._stages)
-        self.inner.install(Install(pattern=pattern, tower="", holders=holders), mine, tensors)
+        for pattern in dict.fromkeys(microbatch.pattern for microbatch in plan.microbatches):
+            if pattern in self._installed:
+                continue
+            self._installed.add(pattern)
+            mine = [program for name, program in self._programs.of(pattern).items() if name in here]
+            values = self._job.patterns.parameters()
+            tensors = {f"value/{name}": values[name] for program in mine for name in program.buffers}
+            for program in mine:
+                tensors |= {f"constant/{program.stage}/{name}": tensor for name, tensor in program.constants.items()}
+            holders = self._programs.holders(self._stages)
+            self.inner.install(Install(pattern=pattern, tower="", holders=holders), mine, tensors)

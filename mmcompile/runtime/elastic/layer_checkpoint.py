@@ -86,7 +86,7 @@ class Outcome:
 
 
 def check_replicas(groups: Groups, job: ElasticJob, mine: Outcome) -> None:
-    """Compare the digests of all replicas of every layer on rank 0, and write them and the compilation counts to files.
+    """Compare the digests of all replicas of every layer on rank 0, and write them and compilation counts to the run's folder.
 
     Raises:
         VerifyError: on rank 0, if two replicas differ.
@@ -103,8 +103,8 @@ def check_replicas(groups: Groups, job: ElasticJob, mine: Outcome) -> None:
                 raise VerifyError(
                     f"replicas of layer {layer} differ: rank {rank} holds another one than ranks before it"
                 )
-    write_atomic(job.digests, _json(dict(sorted(found.items()))))
-    write_atomic(job.compiled_graphs, _json([outcome.num_compiled for outcome in outcomes]))
+    write_atomic(job.folder / "digests.json", _json(dict(sorted(found.items()))))
+    write_atomic(job.folder / "compiled_graphs.json", _json([outcome.num_compiled for outcome in outcomes]))
 
 
 def _json(value: object) -> bytes:

@@ -102,7 +102,19 @@ class LayerStore:
             VerifyError: `tensors` is not a bundle of this layer. The store is unchanged then.
         """
         values, state = wire.under(_VALUE, tensors), wire.under(_STATE, tensors)
-        self._check(layer, values, state)
+        names = self._trainable(layer).keys()
+        got = values.keys() | {parameter_of(path) for path in state}
+        if values.keys() != names or got != names:
+            raise VerifyError(
+                f"a bundle of {sorted(got)} came for layer {layer}; wanted parameters {sorted(names)} and their state"
+            )
+        for name, value in values.items():
+            wanted = self._values[name]
+            if value.shape != wanted.shape or value.dtype != wanted.dtype:
+                raise VerifyError(
+                    f"{name} of layer {layer} came as {value.dtype} {tuple(value.shape)}; "
+                    f"wanted {wanted.dtype} {tuple(wanted.shape)}"
+                )
         for name, value in values.items():
             if name in self.state.parameters:
                 with torch.no_grad():
@@ -170,21 +182,6 @@ class LayerStore:
         self.state.optimizer.remove([name for name, parameter in gone.items() if parameter.requires_grad])
         for name in gone:
             del self.state.parameters[name]
-
-    def _check(self, layer: LayerId, values: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        names = self._trainable(layer).keys()
-        got = values.keys() | {parameter_of(path) for path in state}
-        if values.keys() != names or got != names:
-            raise VerifyError(
-                f"a bundle of {sorted(got)} came for layer {layer}; wanted parameters {sorted(names)} and their state"
-            )
-        for name, value in values.items():
-            wanted = self._values[name]
-            if value.shape != wanted.shape or value.dtype != wanted.dtype:
-                raise VerifyError(
-                    f"{name} of layer {layer} came as {value.dtype} {tuple(value.shape)}; "
-                    f"wanted {wanted.dtype} {tuple(wanted.shape)}"
-                )
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

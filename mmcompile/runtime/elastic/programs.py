@@ -26,10 +26,9 @@ class Programs:
     """
 
     def __init__(self, known: Iterable[PatternPrograms]) -> None:
-        self._patterns: dict[str, PatternPrograms] = {}
-        self._late: list[str] = []
-        for programs in known:
-            self._patterns[programs.pattern] = programs
+        self._patterns = {programs.pattern: programs for programs in known}
+        self.late: list[PatternPrograms] = []
+        """Programs captured while training, which restarted workers lack."""
 
     def __contains__(self, pattern: str) -> bool:
         return pattern in self._patterns
@@ -38,16 +37,11 @@ class Programs:
         """Return the program of each stage in a pattern, by stage name."""
         return self._patterns[pattern].programs
 
-    @property
-    def late(self) -> tuple[PatternPrograms, ...]:
-        """Programs captured while training, which restarted workers lack."""
-        return tuple(self._patterns[name] for name in self._late)
-
     def add(self, programs: PatternPrograms) -> None:
         """Add a pattern that was captured while training."""
         if programs.pattern not in self._patterns:
             self._patterns[programs.pattern] = programs
-            self._late.append(programs.pattern)
+            self.late.append(programs)
 
     def parameters(self) -> dict[LayerId, tuple[ParameterSpec, ...]]:
         """Return the parameters of each layer, over all patterns."""

@@ -88,8 +88,11 @@ class BatchInputs:
 
     def take(self, microbatch: int) -> Mapping[str, Tensor]:
         """Return the batch inputs of a microbatch, on the device. Each stage that runs the microbatch calls this once."""
-        if self._names[microbatch] and microbatch not in self._arrived:
-            self._receive_until(microbatch)
+        while self._names[microbatch] and microbatch not in self._arrived:
+            work, packed, buffer = self._posted.popleft()
+            wait(work)
+            self._arrived |= packed.unpack(buffer.to(self._groups.device))
+            self._post()
         self._uses[microbatch] -= 1
         # The last of its stages takes them away; autograd keeps what backwards need.
         return self._arrived.get(microbatch, {}) if self._uses[microbatch] else self._arrived.pop(microbatch, {})
@@ -108,13 +111,6 @@ class BatchInputs:
                 buffer = packed.pack(values)
                 if packed.num_bytes:
                     self._sent.append((self._groups.send_control(buffer, rank, self._tag + number), buffer))
-
-    def _receive_until(self, microbatch: int) -> None:
-        while microbatch not in self._arrived:
-            work, packed, buffer = self._posted.popleft()
-            wait(work)
-            self._arrived |= packed.unpack(buffer.to(self._groups.device))
-            self._post()
 
     def _post(self) -> None:
         while self._upcoming and len(self._posted) < _AHEAD:

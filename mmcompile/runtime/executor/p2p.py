@@ -239,10 +239,10 @@ class P2P:
             return _Receive(ARRIVED, item, tensor, None)
         lane = self._lane(_peer(action), action.stage)
         tag = self._tag(action, edge, item)
-        ids = self._ids(item)
-        if ids is not None:
+        before = None
+        if (ids := self._ids(item)) is not None:
             ids = torch.empty_like(ids, device=self._groups.device)
-        before = None if ids is None else (self._groups.receive(ids, lane, tag + IDS), ids)
+            before = self._groups.receive(ids, lane, tag + IDS), ids
         return _Receive(self._groups.receive(tensor, lane, tag), item, tensor, before)
 
     def _items(self, action: Action, edge: Edge) -> list[_Item]:
@@ -270,9 +270,11 @@ class P2P:
 
     def _check_ids(self, action: Action, item: _Item, got: Tensor) -> None:
         assert isinstance(item.value, int)
-        where = f"{action} of step {self._plan.step}, {self._plan.exchanges[item.value].name} from {{}} to {{}}"
-        ends = self._stages[_peer(action)].name, self._stages[action.stage].name
-        check_samples(got, self._plan.exchanges[item.value], where.format(*ends))
+        exchange, source = self._plan.exchanges[item.value], self._stages[_peer(action)].name
+        where = (
+            f"{action} of step {self._plan.step}, {exchange.name} from {source} to {self._stages[action.stage].name}"
+        )
+        check_samples(got, exchange, where)
 
     def _ends(self, action: Action) -> tuple[int, int]:
         """Return the indices of the action's microbatch at its stage and at its peer."""

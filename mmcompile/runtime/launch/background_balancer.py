@@ -24,7 +24,7 @@ import numpy as np
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.errors import ConfigError
-from mmcompile.runtime.comm.framing import receive_frame, send_frame
+from mmcompile.runtime.comm.framing import frame, receive_frame
 from mmcompile.runtime.launch.local_workers import worker_environment
 
 T = TypeVar("T")
@@ -179,9 +179,8 @@ def _yield_cores() -> None:
 
 
 def _send(line: socket.socket, message: object) -> None:
-    send_frame(
-        line, msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
-    )
+    data = msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
+    line.sendall(frame(data))
 
 
 def _received(line: socket.socket, kind: type[T]) -> T | None:

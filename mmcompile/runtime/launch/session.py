@@ -117,7 +117,8 @@ class ProcessGroupSession(ABC):
         except PeerLost as error:
             self._fail(self._cause(error), None)
         except Exception as error:
-            self._fail(self._own(error), error)
+            own = Failure(rank=self.rank, cause=f"failed: {type(error).__name__}: {error}")
+            self._fail(str(error) if isinstance(error, EngineError) else self._describe(own), error)
         except BaseException as interrupt:
             self._stop(f"rank {self.rank} was interrupted by {type(interrupt).__name__}; {_ADVICE}")
             raise
@@ -162,11 +163,6 @@ class ProcessGroupSession(ABC):
         # A thread that a peer's end releases only while Python shuts down would abort this process.
         atexit.register(self._runner.end, _CLOSE_S)
 
-    def _own(self, error: Exception) -> str:
-        if isinstance(error, EngineError):
-            return str(error)
-        return self._describe(Failure(rank=self.rank, cause=f"failed: {type(error).__name__}: {error}"))
-
     def _describe(self, failure: Failure) -> str:
         """Return e.g. `rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`."""
         status = self.board.read(failure.rank)
@@ -207,18 +203,15 @@ class _SpawnedSession(ProcessGroupSession):
         finally:
             os.close(file)
         try:
-            self._await_workers(store, num_ranks)
+            # All workers have started, so that connecting to them cannot block.
+            keys = [f"ready/{rank}" for rank in range(1, num_ranks)]
+            while keys and not store.check(keys):
+                self._check()
+                time.sleep(0.02)
             self.groups = Groups.connect(store, 0, num_ranks, torch.device(devices[0]), local=True)
         except BaseException:
             self._workers.kill()
             raise
-
-    def _await_workers(self, store: dist.Store, num_ranks: int) -> None:
-        """Wait until all workers have started, so that connecting to them cannot block."""
-        keys = [f"ready/{rank}" for rank in range(1, num_ranks)]
-        while keys and not store.check(keys):
-            self._check()
-            time.sleep(0.02)
 
     def _check(self) -> None:
         if self._workers.failure is not None:
@@ -267,9 +260,8 @@ class _LaunchedSession(ProcessGroupSession):
 
     def _abort(self, message: str) -> None:
         # The first message is the cause; what others say after it is its consequence.
-        with contextlib.suppress(
-            dist.DistError
-        ):  # The store may be gone with the launcher; then there is nobody to tell.
+        # The store may be gone with the launcher; then there is nobody to tell.
+        with contextlib.suppress(dist.DistError):
             self._store.compare_set(_ABORT_KEY, "", message)
 
     def _end(self, timeout_s: float) -> None:

@@ -32,15 +32,6 @@ class OwnerSet:
     updater: int | None = None
     """Only owner that gets the sum, updates the parameters and sends the others their new values. None: every owner does."""
 
-    @property
-    def is_local(self) -> bool:
-        """True if only one rank holds the parameters."""
-        return len(self.owners) == 1
-
-    def gets(self, rank: int) -> bool:
-        """Return whether an owner gets the sum of the gradients."""
-        return self.updater in (None, rank)
-
 
 @final
 class Bucket:
@@ -69,7 +60,8 @@ class Bucket:
         shared: OwnerSet,
         tags: tuple[int, int],
     ) -> None:
-        self.is_local = shared.is_local
+        self.is_local = len(shared.owners) == 1
+        """True if only one rank holds the parameters."""
         self.moves = arithmetic.moves
         self._groups = groups
         self._arithmetic = arithmetic
@@ -77,7 +69,7 @@ class Bucket:
         self._targets = targets
         self._index = {name: index for index, name in enumerate(parameters)}
         self._shared = shared
-        self._gets = shared.gets(groups.rank)
+        self._gets = shared.updater in (None, groups.rank)
         self._tags = tags
         self._dtype, self._device = dtype, self._parameters[0].device
         self._places, self._flags = _places([parameter.numel() for parameter in self._parameters])

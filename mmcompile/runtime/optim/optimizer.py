@@ -104,26 +104,22 @@ class RankOptimizer:
         self.masters = MasterWeights() if spec.master_weights else None
         self._spec = spec
         self._parameters: dict[str, nn.Parameter] = {}
-        self._updated: dict[str, nn.Parameter] = {}
-
-    @property
-    def updated(self) -> Mapping[str, nn.Parameter]:
+        self.updated: dict[str, nn.Parameter] = {}
         """Tensors that the optimizer updates, by name of the parameter: its master, or itself. Gradients are in their `.grad`."""
-        return self._updated
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         """Add a parameter, in the group that matches its name."""
-        self._parameters[name] = self._updated[name] = parameter
+        self._parameters[name] = self.updated[name] = parameter
         if self.masters is not None and parameter.dtype in HALF:
-            self._updated[name] = self.masters.add(name, parameter)
-        self.optimizer.param_groups[group_of(name, self._spec.groups)]["params"].append(self._updated[name])
+            self.updated[name] = self.masters.add(name, parameter)
+        self.optimizer.param_groups[group_of(name, self._spec.groups)]["params"].append(self.updated[name])
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove parameters and their optimizer state; other parameters are unchanged."""
         gone: dict[int, nn.Parameter] = {}
         for name in names:
             del self._parameters[name]
-            updated = self._updated.pop(name)
+            updated = self.updated.pop(name)
             gone[id(updated)] = updated
             if self.masters is not None and name in self.masters:
                 self.masters.remove(name)
@@ -135,7 +131,7 @@ class RankOptimizer:
     def forget(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of parameters, as if they were never updated, and reset their masters to the parameters."""
         for name in names:
-            self.optimizer.state.pop(self._updated[name], None)
+            self.optimizer.state.pop(self.updated[name], None)
             if self.masters is not None and name in self.masters:
                 self.masters.load(name, self._parameters[name])
 
@@ -148,7 +144,7 @@ class RankOptimizer:
 
     def zero_grad(self) -> None:
         """Set `.grad` of all parameters and masters to None."""
-        for tensor in (*self._parameters.values(), *self._updated.values()):
+        for tensor in (*self._parameters.values(), *self.updated.values()):
             tensor.grad = None
 
     @property
@@ -176,7 +172,7 @@ class RankOptimizer:
         for name in names:
             if self.masters is not None and name in self.masters:
                 found[f"{MASTER}/{name}"] = self.masters[name].detach()
-            for key, value in self.optimizer.state.get(self._updated[name], {}).items():
+            for key, value in self.optimizer.state.get(self.updated[name], {}).items():
                 if value is None:
                     continue
                 if not isinstance(value, Tensor):
@@ -195,7 +191,7 @@ class RankOptimizer:
                 assert self.masters is not None, f"a master of {name} came to a rank without masters"
                 self.masters.load(name, value)
                 continue
-            updated = self._updated[name]
+            updated = self.updated[name]
             group = self.optimizer.param_groups[group_of(name, self._spec.groups)]
             # Step counters stay on the CPU, as torch keeps them, unless a fused or capturable optimizer wants them near.
             near = key != "step" or bool(group.get("fused")) or bool(group.get("capturable"))

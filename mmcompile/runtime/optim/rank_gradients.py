@@ -26,13 +26,7 @@ _EPSILON = 1e-6
 
 @final
 class RankGradients:
-    """Sums the gradients of one rank's parameters over the ranks that hold them, and over calls without an update.
-
-    Args:
-        stages: all placed stages.
-        state: parameters and optimizer of this rank.
-        reduction: name of the arithmetic in which gradients are summed.
-    """
+    """Sums the gradients of one rank's parameters over the ranks that hold them, and over calls without an update."""
 
     def __init__(self, groups: Groups, stages: Sequence[PlacedStage], state: RankState, reduction: Reduction) -> None:
         self._groups = groups

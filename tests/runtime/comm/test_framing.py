@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from mmcompile.runtime.comm.framing import frame, receive_frame, send_frame, take_frame
+from mmcompile.runtime.comm.framing import frame, receive_frame, take_frame
 
 
 def test_frames_are_taken_one_by_one_once_they_are_complete() -> None:
@@ -21,8 +21,7 @@ def test_a_long_frame_an_empty_one_and_the_end_of_the_stream() -> None:
 
     def send() -> None:
         with theirs:
-            send_frame(theirs, long)
-            send_frame(theirs, b"")
+            theirs.sendall(frame(long) + frame(b""))
             theirs.sendall(frame(b"cut off")[:-1])
 
     sender = threading.Thread(target=send)

@@ -136,5 +136,5 @@ def test_a_swap_compiles_nothing(tmp_path: Path) -> None:
             if metrics.step == 3:
                 engine.kill("a")
         assert len(engine.recoveries) == 2
-    graphs = json.loads(job.compiled_graphs.read_text())
+    graphs = json.loads((job.folder / "compiled_graphs.json").read_text())
     assert graphs == [0] * len(kind.nodes)
