@@ -144,7 +144,7 @@ def test_times_follow_from_one_deadline() -> None:
         assert times.tick_s <= times.heartbeat_s / 2 < times.lease_s / 5
         assert times.lease_s < times.fault_grace_s < times.attempt_s
         assert times.fault_grace_s + times.attempt_s == pytest.approx(deadline_s)
-        assert times.resume_s < times.reconnect_s
+        assert times.resume_s < times.recovery_deadline_s
     for wrong in (1.9, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="recovery_deadline_s is"):
             Times(recovery_deadline_s=wrong)
