@@ -41,9 +41,10 @@ from mmcompile.runtime.checkpoint.saving import SaveOrder, Saving
 from mmcompile.runtime.checkpoint.trainer_state import Resumed, Stored, TrainerState, encoded
 from mmcompile.runtime.commands import CloseEngine, Command, Done, Refuse, Setup, Step
 from mmcompile.runtime.controller import Controller
+from mmcompile.runtime.executor.totals import metrics_of
 from mmcompile.runtime.launch.background_balancer import BackgroundBalancer
 from mmcompile.runtime.launch.session import ProcessGroupSession, open_session
-from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals, metrics_of
+from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
 from mmcompile.runtime.optim.optimizer import MASTER, OptimizerSpec, RankOptimizer, SchedulerFactory, scheduler_after
 from mmcompile.runtime.optim.param_groups import ParameterGroup
 from mmcompile.runtime.user_model import UserModel

@@ -30,9 +30,10 @@ from mmcompile.runtime.elastic.layer_copies import run_copies
 from mmcompile.runtime.elastic.layer_store import LayerStore
 from mmcompile.runtime.elastic.programs import Programs, share
 from mmcompile.runtime.elastic.warm_up import num_graphs
+from mmcompile.runtime.executor.totals import metrics_of
 from mmcompile.runtime.monitoring import tracing
 from mmcompile.runtime.monitoring.fail_points import fail_point
-from mmcompile.runtime.monitoring.metrics import StepTotals, metrics_of
+from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.optim.optimizer import HyperSchedule
 
 

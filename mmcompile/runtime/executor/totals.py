@@ -6,6 +6,8 @@ numbers, and rounds nothing. Then each rank adds up losses in the order of the s
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +18,7 @@ from mmcompile.batching.step_plan import StepPlan
 from mmcompile.errors import EngineError
 from mmcompile.planner.schedule.schedule import Action
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.monitoring.metrics import StepTotals
+from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
 
 _NAMED = 5
 """Maximum number of parameters that an error names."""
@@ -74,6 +76,20 @@ def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[st
         squared_norm=None if own.squared_norms is None else _sum(norms.tolist()),
         busy_s=tuple(busy_s.tolist()),
         microbatch_s=tuple(microbatch_s.tolist()),
+    )
+
+
+def metrics_of(plan: StepPlan, totals: StepTotals, start_s: float) -> StepMetrics:
+    """Return the metrics, without those of planning, of a step that began at `start_s` (time.perf_counter) and ends now."""
+    return StepMetrics(
+        step=plan.step,
+        loss=totals.loss / plan.total_weight,
+        num_tokens=totals.num_tokens,
+        num_samples=plan.num_samples,
+        seconds=time.perf_counter() - start_s,
+        grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
+        busy_s=totals.busy_s,
+        updated=plan.update,
     )
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import dataclass
-
-from mmcompile.batching.step_plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,17 +45,3 @@ class StepMetrics:
     """Seconds that rank 0 spent planning the step; 0 on other ranks."""
     waited_s: float = 0.0
     """Seconds for which the step waited for its plan (rank 0 only): all of `planning_s` in `step`, nearly 0 in `train`."""
-
-
-def metrics_of(plan: StepPlan, totals: StepTotals, start_s: float) -> StepMetrics:
-    """Return the metrics, without those of planning, of a step that began at `start_s` (time.perf_counter) and ends now."""
-    return StepMetrics(
-        step=plan.step,
-        loss=totals.loss / plan.total_weight,
-        num_tokens=totals.num_tokens,
-        num_samples=plan.num_samples,
-        seconds=time.perf_counter() - start_s,
-        grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
-        busy_s=totals.busy_s,
-        updated=plan.update,
-    )
