@@ -11,19 +11,18 @@ Source: the op lists of torch.amp for CUDA, which are used on every device (torc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import ConfigError
-from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, info
+from mmcompile.ir.copy import copied, rewritten
+from mmcompile.ir.graph import ModelGraph, describe, info
 from mmcompile.passes.base import Fact, Rewrite
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.values import aten_ops, computed, op_name
 
 HALF = torch.bfloat16
 """Half type of the casts. bfloat16 rather than float16, which would need scaled losses to keep small gradients."""
@@ -60,30 +59,23 @@ class Autocast(Rewrite):
 
     def run(self, graph: ModelGraph) -> ModelGraph:
         """Return the graph with casts where torch.autocast would insert them in the given components."""
-        names = [component.name for component in graph.components]
-        for name in self.components:
-            if name not in names:
-                raise ConfigError(f"no component {name!r} to autocast; components are {', '.join(names)}")
+        graph.check_components(self.components, "to autocast")
         made = copied(graph)
         casts = _Casts(graph=made.module.graph)
         products = dict.fromkeys(self.components, 0)
-        for node in list(made.module.graph.nodes):
-            if node.op != "call_function" or info(node).shared:
-                continue
+        for node in made.calls:
             component = info(node).component
             if component in products:
                 products[component] += casts.follow_rule(node)
-            else:
+            elif component is not None:
                 casts.restore(node)
         for name, count in products.items():
             if not count:
                 raise ConfigError(
                     f"autocast of {name} has no effect: it has no product of float32 tensors; leave it out"
                 )
-        made.module.graph.lint()
-        made.module.recompile()
         lines = (f"{self.name}: {name} computes {count} products in bfloat16" for name, count in products.items())
-        return replace(made, rewrites=(*made.rewrites, *lines))
+        return rewritten(made, lines)
 
 
 @dataclass(kw_only=True)
@@ -127,13 +119,8 @@ class _Casts:
             if key not in self._made:
                 with self.graph.inserting_before(node):
                     cast = self.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
-                cast.meta = {k: v for k, v in node.meta.items() if k in ("module_path",)}
-                if "symbolic_shape" in source.meta:
-                    cast.meta["symbolic_shape"] = source.meta["symbolic_shape"]
-                cast.meta["val"] = source.meta["val"].to(dtype)
-                own = info(node)
-                cast.meta[META_KEY] = NodeInfo(component=own.component, layer=own.layer, module_path=own.module_path)
-                self._made[key] = cast
+                value, symbolic = source.meta["val"].to(dtype), source.meta.get("symbolic_shape")
+                self._made[key] = describe(cast, info(node).at_same_place(), value, symbolic)
             node.replace_input_with(source, self._made[key])
             self._stale.add(node)
 
@@ -142,7 +129,7 @@ class _Casts:
         if node not in self._stale:
             return
         old, tree = pytree.tree_flatten(node.meta["val"])
-        new = pytree.tree_leaves(_result(node))
+        new = pytree.tree_leaves(computed(node))
         changed = [
             before.to(after.dtype) if isinstance(before, torch.Tensor) else before
             for before, after in zip(old, new, strict=True)
@@ -157,20 +144,3 @@ class _Casts:
 def _dtype(node: fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
-
-
-def _result(node: fx.Node) -> Any:
-    """Return the result of a node, computed on tensors without data."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return pytree.tree_map(plain, value.meta["val"])
-        if isinstance(value, torch.Tensor):
-            return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
-        if isinstance(value, torch.device):
-            return torch.device("meta")
-        return int(value) if isinstance(value, torch.SymInt) else value
-
-    args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)  # type: ignore[arg-type]

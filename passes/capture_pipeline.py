@@ -15,11 +15,10 @@ import torch
 from torch import fx
 
 from mmcompile.ir.capture import Capture
-from mmcompile.ir.graph import ModelGraph, dtype_name
+from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.host_shapes import hoist
 from mmcompile.ir.nodes import attention_words
-from mmcompile.ir.sizes import Sizes, shape_of
-from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.ir.sizes import Sizes, spec_of
 from mmcompile.passes.base import Analysis, AnyPass, Fact, Rewrite
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline, PipelineResult
@@ -98,10 +97,7 @@ def with_hoisted_words(capture: Capture, batch: Mapping[str, Any] | None = None)
     sizes = _with_new_sizes(capture.sizes, graph.module.graph)
     host = hoist(graph.module, capture.host, values)
     inputs = [n for n in graph.module.graph.nodes if n.op == "placeholder" and "size" not in n.meta]
-    specs = tuple(
-        TensorSpec(name=str(n.target), shape=shape_of(n), dtype=dtype_name(n.meta["val"].dtype)) for n in inputs
-    )
-    found = replace(capture, graph=replace(graph, inputs=specs), host=host, sizes=sizes)
+    found = replace(capture, graph=replace(graph, inputs=tuple(map(spec_of, inputs))), host=host, sizes=sizes)
     if batch is not None:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         known = found.host.run({**tensors, **sizes.size_inputs(sizes.bind(tensors) or {})}).values
@@ -113,13 +109,8 @@ def with_hoisted_words(capture: Capture, batch: Mapping[str, Any] | None = None)
 
 def _with_new_sizes(sizes: Sizes, graph: fx.Graph) -> Sizes:
     """Return the sizes of a capture extended by the size inputs that a pass added to the graph."""
-    symbols: dict[str, Any] = {
-        str(symbol): symbol
-        for shape in sizes.inputs.values()
-        for size in shape
-        if not isinstance(size, int)
-        for symbol in size.free_symbols
-    }
+    varying = [size for shape in sizes.inputs.values() for size in shape if not isinstance(size, int)]
+    symbols: dict[str, Any] = {str(symbol): symbol for size in varying for symbol in size.free_symbols}
     added = {
         str(node.target): sympy.parse_expr(node.meta["size"], local_dict=symbols)
         for node in graph.nodes

@@ -8,7 +8,7 @@ stage waits for its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import ModelGraph, annotate, info
+from mmcompile.ir.graph import ModelGraph, annotate, info, reached
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.values import aten_ops, op_name, tensors
 
@@ -82,10 +82,10 @@ class GradientFlow(Analysis[GradientReport]):
         fx_graph = graph.module.graph
         trainable = trainable_names(graph)
         requiring = _requires_grad(fx_graph, trainable.keys())
-        flowing = _reached(_loss_node(fx_graph), requiring)
-        for node in fx_graph.nodes:
-            if node.op == "call_function":
-                annotate(node, carries_gradient=node in flowing)
+        loss = _loss_node(fx_graph)
+        flowing = reached({loss} & requiring, lambda node: [s for s in node.all_input_nodes if s in requiring]).keys()
+        for node in graph.calls:
+            annotate(node, carries_gradient=node in flowing)
         receiving = frozenset(trainable[str(node.target)] for node in flowing if node.op == "get_attr")
         return _report(graph, flowing, receiving, frozenset(trainable.values()))
 
@@ -146,28 +146,14 @@ def _differentiable(node: fx.Node) -> bool:
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors(node))
 
 
-def _reached(loss: fx.Node, requiring: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes in `requiring` that have a gradient path to the loss."""
-    reached: set[fx.Node] = set()
-    waiting = [loss] if loss in requiring else []
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += [source for source in node.all_input_nodes if source in requiring]
-    return reached
-
-
 def _report(
-    graph: ModelGraph, flowing: set[fx.Node], receiving: frozenset[str], trainable: frozenset[str]
+    graph: ModelGraph, flowing: Set[fx.Node], receiving: frozenset[str], trainable: frozenset[str]
 ) -> GradientReport:
     names = {node.name: node for node in graph.module.graph.nodes}
-    annotated = [node for node in names.values() if node.op == "call_function"]
-    first_name = {alias: spec.name for spec in graph.parameters for alias in (spec.name, *spec.aliases)}
-    components = []
+    specs, components = graph.specs, []
     for component in graph.components:
-        own = {first_name[parameter] for layer in component.layers for parameter in layer.parameters}
-        nodes = [node for node in annotated if info(node).component == component.name]
+        own = {specs[parameter].name for layer in component.layers for parameter in layer.parameters}
+        nodes = [node for node in graph.calls if info(node).component == component.name]
         components.append(
             ComponentGradient(
                 component=component.name,

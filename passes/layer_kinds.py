@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, dtype_name, info
+from mmcompile.ir.graph import Component, Layer, ModelGraph, ParameterSpec, dtype_name, info
 from mmcompile.passes.values import op_name, tensors
 
 _NEAR = 4
@@ -23,34 +23,19 @@ def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     differ). Sizes of data (tokens, samples, images) are left out, so captures of one model on other batches give the
     same kinds.
     """
-    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
-    nodes: dict[tuple[str, int], list[fx.Node]] = {}
-    for node in graph.module.graph.nodes:
-        if node.op == "call_function" and not info(node).shared:
-            nodes.setdefault((str(info(node).component), info(node).layer), []).append(node)
+    specs, nodes = graph.specs, graph.layer_nodes()
+
+    def kind(component: Component, layer: Layer) -> str:
+        # Shapes of the component's parameters tell apart layers without nodes of other hidden sizes.
+        widths = sorted({str(specs[name].shape) for own in component.layers for name in own.parameters})
+        lines = _lines(nodes.get((component.name, layer.index), []), specs) or widths
+        words = [part for part in layer.name.split(".") if not part.isdigit()]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+        return f"{component.kind}.{words[-1] if words else 'layer'}-{digest}"
+
     return {
-        component.name: tuple(
-            f"{_label(component, layer.name)}-"
-            f"{_digest(_lines(nodes.get((component.name, layer.index), []), specs) or _widths(component, specs))}"
-            for layer in component.layers
-        )
-        for component in graph.components
+        component.name: tuple(kind(component, layer) for layer in component.layers) for component in graph.components
     }
-
-
-def _label(component: Component, layer: str) -> str:
-    """Return the label of a layer: `language_model` and `model.language_model.layers.3` -> `language_model.layers`."""
-    words = [part for part in layer.split(".") if not part.isdigit()]
-    return f"{component.kind}.{words[-1] if words else 'layer'}"
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
-
-
-def _widths(component: Component, specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Return the distinct shapes of a component's parameters; they tell apart layers without parameters of other hidden sizes."""
-    return sorted({str(specs[name].shape) for layer in component.layers for name in layer.parameters})
 
 
 def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str]:
@@ -65,7 +50,8 @@ def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str
         text = " ".join(
             [
                 op_name(node),
-                _types(node),
+                # A list of results may have one tensor for each image.
+                ",".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors(node))),
                 "gradient" if info(node).carries_gradient else "",
                 *(f"{list(spec.shape)}{'*' if spec.trainable else ''}" for spec in own),
                 *_literals((node.args, node.kwargs)),
@@ -75,11 +61,6 @@ def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str
         num_readers += bool(own)
         lines[f"{num_readers} {text}" if own else text] = None
     return list(lines)
-
-
-def _types(node: fx.Node) -> str:
-    """Return the distinct dtypes of a node's results; a list of results may have one tensor for each image."""
-    return ",".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors(node)))
 
 
 def _literals(value: object) -> Iterable[str]:

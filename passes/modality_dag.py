@@ -14,7 +14,7 @@ import networkx as nx
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
-from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.base import Analysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,6 @@ class ModalityDag(Analysis[ModalityReport]):
     """Pass that reads the component DAG of a graph."""
 
     name: ClassVar[str] = "modality-dag"
-    requires: ClassVar[tuple[Fact, ...]] = ()
-    ensures: ClassVar[tuple[Fact, ...]] = ()
 
     def run(self, graph: ModelGraph) -> ModalityReport:
         """Return the report on the component DAG. Raises VerifyError if the components form a cycle."""

@@ -62,9 +62,8 @@ class Pipeline:
                 )
             missing = [fact for fact in pass_.requires if fact not in facts]
             if missing:
-                names = ", ".join(missing)
                 raise ConfigError(
-                    f"pass {pass_.name} requires {names}, which nothing before it ensures; "
+                    f"pass {pass_.name} requires {', '.join(missing)}, which nothing before it ensures; "
                     "put a pass that ensures it in front"
                 )
             facts = set(pass_.ensures) if isinstance(pass_, Rewrite) else facts | set(pass_.ensures)
@@ -126,22 +125,16 @@ class _Hook:
         self._tell(DebugLevel.TIME, f"pass {pass_.name}: {seconds * 1e3:.1f} ms")
         self._tell(DebugLevel.DIFF, f"  {_op_diff(before, after)}")
         if after is not before:
-            made = {node.name: self._made_by.get(node.name, pass_.name) for node in after.module.graph.nodes}
-            self._made_by = made
+            self._made_by = {n.name: self._made_by.get(n.name, pass_.name) for n in after.module.graph.nodes}
             self._check(after)
         if self._debug >= DebugLevel.GRAPH:
             self._tell(DebugLevel.GRAPH, graph_text(after))
-        if self._debug >= DebugLevel.PROVENANCE:
-            for node in after.module.graph.nodes:
-                if node.op == "call_function":
-                    self._tell(
-                        DebugLevel.PROVENANCE, f"  {node.name}: made by {self._made_by[node.name]}; {place_text(node)}"
-                    )
+        for node in after.calls if self._debug >= DebugLevel.PROVENANCE else ():
+            self._tell(DebugLevel.PROVENANCE, f"  {node.name}: made by {self._made_by[node.name]}; {place_text(node)}")
 
     def _check(self, graph: ModelGraph) -> None:
         if self._verify:
-            summary = Verify().run(graph)
-            self._tell(DebugLevel.VERIFY, f"  verify: {summary}")
+            self._tell(DebugLevel.VERIFY, f"  verify: {Verify().run(graph)}")
 
     def _tell(self, level: DebugLevel, text: str) -> None:
         if self._debug >= level:
@@ -150,13 +143,6 @@ class _Hook:
 
 def _op_diff(before: ModelGraph, after: ModelGraph) -> str:
     """Format the change in the number of each op: `aten.linear 8 -> 6, aten.mul 0 -> 2`, or `no op changed`."""
-    counts = [
-        Counter(op_name(node) for node in graph.module.graph.nodes if node.op == "call_function")
-        for graph in (before, after)
-    ]
-    changed = [
-        f"{name} {counts[0][name]} -> {counts[1][name]}"
-        for name in sorted(counts[0] | counts[1])
-        if counts[0][name] != counts[1][name]
-    ]
+    was, now = (Counter(map(op_name, graph.calls)) for graph in (before, after))
+    changed = [f"{name} {was[name]} -> {now[name]}" for name in sorted(was | now) if was[name] != now[name]]
     return ", ".join(changed) or "no op changed"

@@ -6,17 +6,13 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mmcompile.ir.graph import info
-
-Place = tuple[str, int]
-"""Place of a node in the model: (component name, layer index)."""
+from mmcompile.ir.graph import Place, info
 
 
 def needing_layers(graph: fx.Graph) -> Mapping[fx.Node, frozenset[Place]]:
     """Return call node -> layers of the whole model that need its value.
 
     A node of a layer is needed by this layer; a shared node by all layers that read it, directly or through shared nodes.
-
     A shared value that a single layer needs is computed in that layer, and computed again with it; a value that several
     layers need is computed once, before the layers of a stage, and kept.
     """

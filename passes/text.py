@@ -19,16 +19,11 @@ def _node_text(node: fx.Node) -> str:
     """Return the line of a node: `linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`."""
     if node.op == "output":
         return f"return {_value_text(node.args[0])}"
-    kind = (
-        ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors(node))
-        if "val" in node.meta
-        else "?"
-    )
+    values = tensors(node) if "val" in node.meta else None
+    kind = "?" if values is None else ", ".join(f"{dtype_name(own.dtype)}{list(own.shape)}" for own in values)
     if node.op in ("placeholder", "get_attr"):
         return f"{node.name}: {kind} = {node.op} {node.target}"
-    arguments = [_value_text(value) for value in node.args] + [
-        f"{name}={_value_text(value)}" for name, value in node.kwargs.items()
-    ]
+    arguments = [*map(_value_text, node.args), *(f"{name}={_value_text(v)}" for name, v in node.kwargs.items())]
     return f"{node.name}: {kind} = {op_name(node)}({', '.join(arguments)})  # {place_text(node)}"
 
 
@@ -41,13 +36,23 @@ def place_text(node: fx.Node) -> str:
     return " ".join(part for part in (where, note.module_path, "gradient" if note.carries_gradient else "") if part)
 
 
+def layer_text(node: fx.Node) -> str:
+    """Return the layer of a node that is not shared, in words for messages."""
+    return f"layer {info(node).layer} of {info(node).component}"
+
+
+def origin(node: fx.Node) -> str:
+    """Return the module that made a node, in words for messages."""
+    path = info(node).module_path
+    return f"module {path}" if path else "the model's own forward"
+
+
 def around(node: fx.Node) -> str:
     """Return the line of a node, marked, with the five lines of its graph before and after it."""
     nodes = list(node.graph.nodes)
     index = nodes.index(node)
-    first = max(0, index - _CONTEXT_LINES)
-    shown = nodes[first : index + _CONTEXT_LINES + 1]
-    return "\n".join(f"{'>' if shown_node is node else ' '} {_node_text(shown_node)}" for shown_node in shown)
+    shown = nodes[max(0, index - _CONTEXT_LINES) : index + _CONTEXT_LINES + 1]
+    return "\n".join(f"{'>' if own is node else ' '} {_node_text(own)}" for own in shown)
 
 
 def _value_text(value: object) -> str:

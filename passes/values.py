@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,6 +13,9 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import HigherOrderOperator, OpOverload, op_schema
+from mmcompile.ir.sizes import Shape
+
+_META = torch.device("meta")
 
 
 def op_name(node: fx.Node) -> str:
@@ -59,12 +64,19 @@ def concrete_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(_concrete_int(size) for size in tensor.shape)
 
 
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node's first tensor at the captured batch."""
+    return concrete_shape(tensors(node)[0])
+
+
+def sizes(node: fx.Node) -> Shape:
+    """Return the shape of a tensor node, with symbols for sizes that may vary."""
+    return node.meta.get("symbolic_shape") or shape(node)
+
+
 def num_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements at the captured batch (an expanded view counts each element)."""
-    count = tensor.element_size()
-    for size in concrete_shape(tensor):
-        count *= size
-    return count
+    return tensor.element_size() * prod(concrete_shape(tensor))
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -72,7 +84,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return _concrete_int(tensor.untyped_storage().nbytes())
 
 
-def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
+def _arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
     """Yield (schema argument, value that the node passes) of an ATen or custom op; nothing is yielded for other targets."""
     if not isinstance(node.target, OpOverload):
         return
@@ -83,11 +95,72 @@ def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
             yield argument, node.kwargs[argument.name]
 
 
+def passed(node: fx.Node) -> Mapping[str, Any]:
+    """Return the arguments that a call of an ATen or custom op passes, by the names of the op's schema."""
+    return {argument.name: value for argument, value in _arguments(node)}
+
+
+def given(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call of an ATen or custom op by name, with the defaults of those that it does not pass."""
+    assert isinstance(node.target, OpOverload)
+    return {**{entry.name: entry.default_value for entry in op_schema(node.target).arguments}, **passed(node)}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return the argument called `name` in the op's schema, as a call passes it, or its default."""
+    return given(node)[name]
+
+
+def has_argument(node: fx.Node, name: str) -> bool:
+    """Return whether the schema of a node's op has an argument called `name`."""
+    return name in given(node)
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Set the argument called `name` in the op's schema to another value."""
+    position = list(given(node)).index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    """Return whether torch tags the op of a node so, for example as `torch.Tag.pointwise`."""
+    return tag in getattr(node.target, "tags", ())
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Return whether a call draws random numbers; a dropout that is off draws none."""
+    if not has_tag(node, torch.Tag.nondeterministic_seeded):
+        return False
+    if op_name(node) == "aten.scaled_dot_product_attention":
+        return bool(argument(node, "dropout_p"))
+    return "dropout" not in op_name(node) or bool(node.args[1]) and node.args[2] is not False
+
+
+def on_meta(value: Any) -> Any:
+    """Return a value with tensors on the meta device instead of its tensors, without data, of the same shapes and strides."""
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda tensor: torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=_META),
+        value,
+    )
+
+
+def computed(node: fx.Node) -> Any:
+    """Return the result of a call on the recorded values of its inputs, without data."""
+    passing = pytree.tree_map_only(torch.device, lambda _: _META, (node.args, dict(node.kwargs)))
+    args, kwargs = fx.map_arg(passing, lambda source: on_meta(source.meta["val"]))
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
 def written(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the inputs that the node changes in place."""
     return tuple(
         value
-        for argument, value in arguments(node)
+        for argument, value in _arguments(node)
         if isinstance(value, fx.Node) and argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -97,5 +170,5 @@ def aliased(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target is operator.getitem:
         return (node.args[0],) if isinstance(node.args[0], fx.Node) else ()
     return tuple(
-        value for argument, value in arguments(node) if isinstance(value, fx.Node) and argument.alias_info is not None
+        value for argument, value in _arguments(node) if isinstance(value, fx.Node) and argument.alias_info is not None
     )

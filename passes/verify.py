@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from mmcompile.ir.compat import HigherOrderOperator, OpOverload
 from mmcompile.ir.graph import META_KEY, CaptureMode, ModelGraph, dtype_name, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.gradient_flow import is_no_grad_region, trainable_names
-from mmcompile.passes.text import around
+from mmcompile.passes.text import around, layer_text
 from mmcompile.passes.values import aliased, op_name, tensors, written
 
 _KNOWN_OPS = ("placeholder", "get_attr", "call_function", "output")
@@ -30,45 +30,29 @@ class Violation:
     node: fx.Node | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphRule:
-    """A named property that every graph must have, with the function that checks it."""
-
-    name: str
-    check: Callable[[ModelGraph], Iterator[Violation]]
-    """Function that yields the violations of the rule in a graph."""
+GraphRule = Callable[[ModelGraph], Iterator[Violation]]
+"""Function that yields the violations, in a graph, of a property that every graph must have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifySummary:
-    """Result of `Verify`: the names of the rules checked, and the number of nodes in the graph."""
-
-    rules: tuple[str, ...]
-    nodes: int
-
-    def __str__(self) -> str:
-        return f"{len(self.rules)} rules hold over {self.nodes} nodes"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verify(Analysis[VerifySummary]):
+class Verify(Analysis[str]):
     """Pass that checks every rule of a graph; the first violation raises VerifyError."""
 
     name: ClassVar[str] = "verify"
     requires: ClassVar[tuple[Fact, ...]] = ()
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.VERIFIED)
 
-    def run(self, graph: ModelGraph) -> VerifySummary:
-        """Check all rules. Raises VerifyError with the rule, the violation, and the node with five lines around it."""
-        for rule in _RULES:
-            for violation in rule.check(graph):
+    def run(self, graph: ModelGraph) -> str:
+        """Check all rules, and return the numbers of rules and nodes as text.
+
+        Raises:
+            VerifyError: a rule is broken; the message has the rule, and the node with five lines around it.
+        """
+        for name, rule in _RULES.items():
+            for violation in rule(graph):
                 where = f"\n{around(violation.node)}" if violation.node is not None else ""
-                raise VerifyError(f"{graph.name} breaks rule {rule.name}: {violation.message}{where}")
-        return VerifySummary(rules=tuple(rule.name for rule in _RULES), nodes=len(graph.module.graph.nodes))
-
-
-def _calls(graph: ModelGraph) -> list[fx.Node]:
-    return [node for node in graph.module.graph.nodes if node.op == "call_function"]
+                raise VerifyError(f"{graph.name} breaks rule {name}: {violation.message}{where}")
+        return f"{len(_RULES)} rules hold over {len(graph.module.graph.nodes)} nodes"
 
 
 def _annotated(graph: ModelGraph) -> Iterator[Violation]:
@@ -83,16 +67,13 @@ def _annotated(graph: ModelGraph) -> Iterator[Violation]:
 
 def _place(graph: ModelGraph) -> Iterator[Violation]:
     layers = {component.name: len(component.layers) for component in graph.components}
-    for node in _calls(graph):
+    for node in graph.calls:
         note = info(node)
         if note.component is not None and note.component not in layers:
-            yield Violation(
-                message=f"{node.name} is in component {note.component!r}; components are {', '.join(layers)}", node=node
-            )
+            message = f"{node.name} is in component {note.component!r}; components are {', '.join(layers)}"
+            yield Violation(message=message, node=node)
         elif note.component is not None and not 0 <= note.layer < layers[note.component]:
-            message = (
-                f"{node.name} is in layer {note.layer} of {note.component}, which has {layers[note.component]} layers"
-            )
+            message = f"{node.name} is in {layer_text(node)}, which has {layers[note.component]} layers"
             yield Violation(message=message, node=node)
     for component in graph.components:
         indices = [layer.index for layer in component.layers]
@@ -101,15 +82,15 @@ def _place(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _layer_order(graph: ModelGraph) -> Iterator[Violation]:
-    for node in _calls(graph):
+    for node in graph.calls:
         note = info(node)
         for source in node.all_input_nodes:
             if source.op != "call_function" or note.shared or info(source).component != note.component:
                 continue
             later = info(source).layer
             if later > note.layer:
-                place = f"layer {note.layer} of {note.component}"
-                yield Violation(message=f"{node.name} ({place}) reads {source.name} of later layer {later}", node=node)
+                message = f"{node.name} ({layer_text(node)}) reads {source.name} of later layer {later}"
+                yield Violation(message=message, node=node)
 
 
 def _component_dag(graph: ModelGraph) -> Iterator[Violation]:
@@ -124,7 +105,7 @@ def _component_dag(graph: ModelGraph) -> Iterator[Violation]:
     stated = {(producer, consumer): set(names) for producer, consumer, names in graph.edges}
     for pair in sorted(real.keys() | stated.keys()):
         if real.get(pair) != stated.get(pair):
-            wanted, got = _names(real.get(pair)), _names(stated.get(pair))
+            wanted, got = (", ".join(sorted(edges.get(pair, ()))) or "nothing" for edges in (real, stated))
             message = f"edge {pair[0]} -> {pair[1]} is stated with {got} but the nodes read {wanted}"
             yield Violation(message=message, node=readers.get(pair))
 
@@ -133,7 +114,7 @@ def _real_edges(graph: ModelGraph) -> tuple[dict[tuple[str, str], set[str]], dic
     """Return (producer, consumer) -> names of tensors read across components, and (producer, consumer) -> a reading node."""
     edges: dict[tuple[str, str], set[str]] = defaultdict(set)
     readers: dict[tuple[str, str], fx.Node] = {}
-    for node in _calls(graph):
+    for node in graph.calls:
         for source in node.all_input_nodes:
             if source.op == "call_function" and not info(source).shared and not info(node).shared:
                 pair = (str(info(source).component), str(info(node).component))
@@ -143,13 +124,9 @@ def _real_edges(graph: ModelGraph) -> tuple[dict[tuple[str, str], set[str]], dic
     return dict(edges), readers
 
 
-def _names(names: set[str] | None) -> str:
-    return ", ".join(sorted(names)) if names else "nothing"
-
-
 def _shared(graph: ModelGraph) -> Iterator[Violation]:
     trainable = trainable_names(graph)
-    for node in _calls(graph):
+    for node in graph.calls:
         if not info(node).shared:
             continue
         for source in node.all_input_nodes:
@@ -158,21 +135,17 @@ def _shared(graph: ModelGraph) -> Iterator[Violation]:
                 reason = f"a node of {info(source).component}"
             elif source.op == "get_attr" and source.target in trainable:
                 reason = "a parameter that trains"
-            elif source.op == "placeholder" and not _from_integers(source):
-                reason = "a float input"
+            elif source.op == "placeholder" and not source.meta.get("from_integers", False):
+                # Floats that the host computes from integers (interpolation weights) are shared, too.
+                floating = any(tensor.is_floating_point() for tensor in tensors(source))
+                reason = "a float input" if floating else None
             if reason:
                 yield Violation(message=f"shared node {node.name} reads {source.name}, {reason}", node=node)
 
 
-def _from_integers(placeholder: fx.Node) -> bool:
-    """Return whether an input has integers, or floats that the host computes from integers (interpolation weights)."""
-    floating = any(tensor.is_floating_point() for tensor in tensors(placeholder))
-    return not floating or placeholder.meta.get("from_integers", False)
-
-
 def _parameters(graph: ModelGraph) -> Iterator[Violation]:
     module = dict(graph.module.named_parameters(remove_duplicate=False))
-    stated = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    stated = graph.specs
     for spec in graph.parameters:
         if not module.keys() & {spec.name, *spec.aliases}:
             yield Violation(message=f"parameter {spec.name} is stated but the module has none of that name")
@@ -186,9 +159,8 @@ def _parameters(graph: ModelGraph) -> Iterator[Violation]:
     for component in graph.components:
         for layer in component.layers:
             for name in sorted(set(layer.parameters) - stated.keys()):
-                yield Violation(
-                    message=f"layer {layer.name} of {component.name} lists parameter {name}, which is not stated"
-                )
+                message = f"layer {layer.name} of {component.name} lists parameter {name}, which is not stated"
+                yield Violation(message=message)
 
 
 def _tied(graph: ModelGraph) -> Iterator[Violation]:
@@ -225,19 +197,14 @@ def _output(graph: ModelGraph) -> Iterator[Violation]:
 
 def _static_shapes(graph: ModelGraph) -> Iterator[Violation]:
     """Yield ops whose output shape depends on values that are not known at capture: no link could have a size for it."""
-    for node in _calls(graph):
+    for node in graph.calls:
         if not _data_dependent(node):
             continue
-        unknown = any(
-            isinstance(size, torch.SymInt) and size.node.hint is None
-            for tensor in tensors(node)
-            for size in tensor.shape
-        )
+        varying = [size for tensor in tensors(node) for size in tensor.shape if isinstance(size, torch.SymInt)]
+        unknown = any(size.node.hint is None for size in varying)
         if unknown or (graph.mode is CaptureMode.SYMBOLIC and not info(node).shared):
-            yield Violation(
-                message=f"the shape of {node.name} depends on values ({op_name(node)}); fold or pad it at capture",
-                node=node,
-            )
+            message = f"the shape of {node.name} depends on values ({op_name(node)}); fold or pad it at capture"
+            yield Violation(message=message, node=node)
 
 
 def _data_dependent(node: fx.Node) -> bool:
@@ -249,7 +216,7 @@ def _data_dependent(node: fx.Node) -> bool:
 
 def _functional(graph: ModelGraph) -> Iterator[Violation]:
     """Yield ops that change a value in place, so that it cannot be sent; the model's buffers are state and may change."""
-    for node in _calls(graph):
+    for node in graph.calls:
         for target in written(node):
             base = target
             while base.op == "call_function" and aliased(base):
@@ -259,25 +226,23 @@ def _functional(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _regions(graph: ModelGraph) -> Iterator[Violation]:
-    for node in _calls(graph):
+    for node in graph.calls:
         if isinstance(node.target, HigherOrderOperator) and not is_no_grad_region(node):
-            yield Violation(
-                message=f"{node.name} is a {op_name(node)}; of the ops that hold a graph only no_grad is known",
-                node=node,
-            )
+            message = f"{node.name} is a {op_name(node)}; of the ops that hold a graph only no_grad is known"
+            yield Violation(message=message, node=node)
 
 
-_RULES: tuple[GraphRule, ...] = (
-    GraphRule(name="annotated", check=_annotated),
-    GraphRule(name="place", check=_place),
-    GraphRule(name="layer-order", check=_layer_order),
-    GraphRule(name="component-dag", check=_component_dag),
-    GraphRule(name="shared", check=_shared),
-    GraphRule(name="parameters", check=_parameters),
-    GraphRule(name="tied", check=_tied),
-    GraphRule(name="output", check=_output),
-    GraphRule(name="static-shapes", check=_static_shapes),
-    GraphRule(name="functional", check=_functional),
-    GraphRule(name="regions", check=_regions),
-)
-"""Rules in the order in which they are checked: a rule may rely on the earlier ones."""
+_RULES: Mapping[str, GraphRule] = {
+    "annotated": _annotated,
+    "place": _place,
+    "layer-order": _layer_order,
+    "component-dag": _component_dag,
+    "shared": _shared,
+    "parameters": _parameters,
+    "tied": _tied,
+    "output": _output,
+    "static-shapes": _static_shapes,
+    "functional": _functional,
+    "regions": _regions,
+}
+"""Rules by name, in the order in which they are checked: a rule may rely on the earlier ones."""

@@ -40,11 +40,7 @@ def load_compiled_stage(
 ) -> StageModule:
     """Return a stage whose layer functions are compiled. Nothing is compiled before the first call.
 
-    Args:
-        program: program of the stage.
-        tensors: every parameter and buffer it reads, by original name.
-        device: device of the tensors.
-        backend: backend of `torch.compile`.
+    Arguments are those of `load_stage`, and the backend of `torch.compile`.
 
     Raises:
         VerifyError: a tensor is missing, or the source has another form than `stage_source` writes.

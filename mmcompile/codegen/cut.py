@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import PlanError
-from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.ir.graph import ModelGraph, component_of, info, reached
+from mmcompile.passes.values import num_bytes, tensors
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import SharedValue
 
@@ -55,8 +55,7 @@ def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
         for s in stage.segments
         for layer in range(s.first, s.last)
     }
-    nodes = list(graph.module.graph.nodes)
-    calls = [node for node in nodes if node.op == "call_function"]
+    calls = graph.calls
     owner: dict[fx.Node, str] = {}
     for node in calls:
         if not info(node).shared:
@@ -66,7 +65,6 @@ def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
                     f"layer {key[1]} of component {key[0]!r} is in no stage of the plan; plan this model again"
                 )
             owner[node] = place[key]
-    position = {node: index for index, node in enumerate(nodes)}
     readers = _shared_readers(calls, owner, order)
     decisions, sent_shared = _decide(readers, plan)
     owner.update(sent_shared)
@@ -81,11 +79,11 @@ def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
         }
         stages[stage] = StageCut(
             stage=stage,
-            nodes=tuple(sorted(own, key=position.__getitem__)),
-            roots=tuple(sorted((n for n in leaves if n.op == "placeholder"), key=position.__getitem__)),
-            received=tuple(sorted(received, key=position.__getitem__)),
-            sent=tuple((n, peers) for n, peers in sorted(sent.items(), key=lambda item: position[item[0]]) if peers),
-            tensors=tuple(sorted((n for n in leaves if n.op == "get_attr"), key=position.__getitem__)),
+            nodes=tuple(sorted(own)),
+            roots=tuple(sorted(node for node in leaves if node.op == "placeholder")),
+            received=tuple(sorted(received)),
+            sent=tuple((node, sent[node]) for node in sorted(sent) if sent[node]),
+            tensors=tuple(sorted(node for node in leaves if node.op == "get_attr")),
         )
     return GraphCut(stages=stages, owner=owner, needs_gradient=needs, shared_values=decisions)
 
@@ -111,13 +109,12 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 
 
 def _shared_readers(
-    calls: Iterable[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
+    calls: Sequence[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
     """Return shared values at which the paths to several stages part, with all the stages that need them.
 
     For example a mask that all stages read, or a rotary table that each stage reshapes.
     """
-    calls = list(calls)
     needing: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(calls):
         users = [needing[user] for user in node.users if user in needing]
@@ -147,8 +144,10 @@ def _decide(
     for node, stages in readers.items():
         if len(stages) < 2 or not isinstance(node.meta["val"], torch.Tensor):
             continue
-        recompute_s = _closure_bytes(node) / device.memory_bytes_per_s
-        send_s = p2p_seconds(_num_bytes(node.meta["val"]), link)
+        computing = reached([node], lambda n: [source for source in n.all_input_nodes if source.op == "call_function"])
+        moved = sum(num_bytes(tensor) for own in computing for tensor in tensors(own))
+        recompute_s = moved / device.memory_bytes_per_s
+        send_s = p2p_seconds(num_bytes(node.meta["val"]), link)
         apart = len({chain_of[stage] for stage in stages}) > 1
         choice = "recompute" if apart or recompute_s <= send_s else "send"
         if choice == "send":
@@ -157,24 +156,3 @@ def _decide(
             SharedValue(name=node.name, stages=stages, choice=choice, recompute_s=recompute_s, send_s=send_s)
         )
     return tuple(decisions), sent
-
-
-def _closure_bytes(node: fx.Node) -> int:
-    seen: set[fx.Node] = set()
-    stack, total = [node], 0
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        total += sum(
-            _num_bytes(value)
-            for value in pytree.tree_leaves(current.meta.get("val"))
-            if isinstance(value, torch.Tensor)
-        )
-        stack.extend(source for source in current.all_input_nodes if source.op == "call_function")
-    return total
-
-
-def _num_bytes(value: torch.Tensor) -> int:
-    return int(value.numel()) * value.element_size()

@@ -90,26 +90,19 @@ def identifier(text: str) -> str:
     return f"_{found}" if found[:1].isdigit() or keyword.iskeyword(found) else found
 
 
-def comment(node: fx.Node) -> str:
-    """Return the origin of a node of a stage, as a comment."""
-    path = info(node).module_path
-    if info(node).shared:
-        return f"shared value, computed in every stage that reads it (from {path or 'forward'})"
-    return path or "the model's own forward"
-
-
-def comment_in_layer(node: fx.Node, layer: str) -> str:
-    """Return the origin of a node of a layer function, as a comment.
+def comment(node: fx.Node, layer: str | None = None) -> str:
+    """Return the origin of a node of a stage, as a comment.
 
     Args:
-        layer: path of the layer that the function is written after.
+        layer: for a node of a layer function, path of the layer that the function is written after.
     """
     path = info(node).module_path
-    if layer and path.startswith(f"{layer}."):
-        path = path.removeprefix(f"{layer}.")
-    elif layer and path == layer:
-        path = "the layer itself"
-    return f"shared value (from {path or 'forward'})" if info(node).shared else path or "the model's own forward"
+    if layer:
+        path = "the layer itself" if path == layer else path.removeprefix(f"{layer}.")
+    if info(node).shared:
+        repeated = ", computed in every stage that reads it" if layer is None else ""
+        return f"shared value{repeated} (from {path or 'forward'})"
+    return path or "the model's own forward"
 
 
 def registering_imports(nodes: Iterable[fx.Node]) -> str:

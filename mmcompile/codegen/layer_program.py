@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,13 @@ from torch import fx
 
 from mmcompile.codegen.cut import StageCut
 from mmcompile.codegen.program import Port, StageProgram
-from mmcompile.codegen.source import LayerChoices, layer_names, stage_source
+from mmcompile.codegen.source import LayerChoices, layer_names
+from mmcompile.codegen.stage_programs import part_program
 from mmcompile.ir.compat import FakeTensor
-from mmcompile.ir.graph import ModelGraph, dtype_name, info, results_of
+from mmcompile.ir.graph import ModelGraph, Place, dtype_name, info, reached, results_of
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.sizes import shape_of
-
-Place = tuple[str, int]
-"""(component, layer)."""
+from mmcompile.passes.shared_values import needing_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,67 +35,37 @@ def layer_programs(graph: ModelGraph, places: Iterable[Place]) -> dict[Place, La
     A shared value that a single layer needs is computed in its program. One that several layers need is an argument, because a
     stage computes it once for all its layers.
     """
-    needing = _needing(graph.module.graph)
+    needing = needing_layers(graph.module.graph)
     nodes: dict[Place, list[fx.Node]] = {place: [] for place in places}
-    for node in graph.module.graph.nodes:
-        if node.op == "call_function" and len(needing[node]) == 1:
-            (place,) = needing[node]
-            if place in nodes:
-                nodes[place].append(node)
+    for node in graph.calls:
+        for place in needing[node] & nodes.keys() if len(needing[node]) == 1 else ():
+            nodes[place].append(node)
     return {place: _layer_program(graph, place, own) for place, own in nodes.items() if own}
 
 
-def _needing(graph: fx.Graph) -> dict[fx.Node, frozenset[Place]]:
-    """Return call node -> layers that need it: its layer.
-
-    For a shared value, the layers that read it directly or through others.
-    """
-    needing: dict[fx.Node, frozenset[Place]] = {}
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function":
-            continue
-        if info(node).shared:
-            needing[node] = frozenset[Place]().union(*(needing[user] for user in node.users if user in needing))
-        else:
-            needing[node] = frozenset([(str(info(node).component), info(node).layer)])
-    return needing
-
-
 def _layer_program(graph: ModelGraph, place: Place, own: list[fx.Node]) -> LayerProgram:
-    inside, order = set(own), {node: index for index, node in enumerate(graph.module.graph.nodes)}
-    outside = sorted({s for node in own for s in node.all_input_nodes if s not in inside}, key=order.__getitem__)
-    roots = [node for node in outside if node.op == "placeholder"]
-    received = [node for node in outside if node.op == "call_function"]
-    tensors = [node for node in outside if node.op == "get_attr"]
+    inside = set(own)
+    outside = sorted({source for node in own for source in node.all_input_nodes} - inside)
+    kinds = ("placeholder", "call_function", "get_attr")
+    roots, received, tensors = (tuple(node for node in outside if node.op == kind) for kind in kinds)
     loss = results_of(graph.module.graph)
     results = [node for node in own if node in loss or any(user not in inside for user in node.users)]
-    specs = {spec.name: spec for spec in graph.parameters}
-    names = {n: str(n.target) for n in tensors if str(n.target) in specs or str(n.target) in graph.buffers}
-    constants = {node: str(node.target) for node in tensors if node not in names}
     name = f"{place[0]}.{place[1]}"
-    part = StageCut(
-        stage=name, nodes=tuple(own), roots=tuple(roots), received=tuple(received), sent=(), tensors=tuple(tensors)
+    program = part_program(
+        graph,
+        StageCut(stage=name, nodes=tuple(own), roots=roots, received=received, sent=(), tensors=tensors),
+        {spec.name: spec for spec in graph.parameters},
+        results,
+        title=f"Layer {name} of {graph.name}.",
+        notes=lambda parameters: "Measured alone.",
+        choices=LayerChoices(names=layer_names(graph)),
     )
-    program = StageProgram(
-        stage=name,
+    program = replace(
+        program,
         pattern="alone",
-        source=stage_source(
-            part,
-            names,
-            constants,
-            results,
-            f"Layer {name} of {graph.name}.",
-            "Measured alone.",
-            trained=frozenset(spec.name for spec in specs.values() if spec.trainable),
-            choices=LayerChoices(names=layer_names(graph)),
-        ),
         inputs=tuple(_port(node, node.op == "placeholder") for node in (*roots, *received)),
         outputs=tuple(_port(node, False) for node in results),
-        parameters=tuple(specs[n] for n in dict.fromkeys(names.values()) if n in specs),
-        buffers=tuple(n for n in dict.fromkeys(names.values()) if n not in specs),
-        constants={text: _constant(graph, node) for node, text in constants.items()},
         is_loss=any(node in loss for node in own),
-        has_backward=any(info(node).carries_gradient for node in own),
     )
     return LayerProgram(program=program, arguments=(*roots, *received))
 
@@ -111,12 +80,6 @@ def _port(node: fx.Node, root: bool) -> Port:
     )
 
 
-def _constant(graph: ModelGraph, node: fx.Node) -> torch.Tensor:
-    value = attribute(graph.module, str(node.target))
-    assert not isinstance(value, FakeTensor)
-    return value
-
-
 def shared_values(
     graph: ModelGraph, wanted: Iterable[fx.Node], inputs: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
@@ -128,7 +91,7 @@ def shared_values(
         inputs: value of every placeholder of the graph, by name.
     """
     known: dict[fx.Node, Any] = {}
-    needed = _closure(wanted)
+    needed = reached(wanted)
     with torch.no_grad():
         for node in graph.module.graph.nodes:
             if node not in needed:
@@ -141,16 +104,6 @@ def shared_values(
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
                 known[node] = node.target(*args, **kwargs)
     return {node: value for node in needed if isinstance(value := known[node], torch.Tensor)}
-
-
-def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    needed, waiting = set[fx.Node](), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,25 +37,17 @@ def load_stage(
     Raises:
         VerifyError: the source does not compile, defines no `Stage(StageModule)`, or a tensor is missing.
     """
-    parameters, buffers = _held_tensors(program, tensors)
-    stage = _stage_class(program)
-    return stage(parameters, buffers, program.constants, device, runner, gathers=bool(program.gathered))
-
-
-def _held_tensors(
-    program: StageProgram, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Return the parameters and the buffers that a program reads, by original name.
-
-    Raises:
-        VerifyError: a tensor is missing.
-    """
     wanted = [spec.name for spec in program.parameters] + list(program.buffers)
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise VerifyError(f"stage {program.stage} of pattern {program.pattern} reads {missing}, which were not given")
     parameters = {spec.name: _parameter(tensors[spec.name], spec.trainable) for spec in program.parameters}
-    return parameters, {name: tensors[name] for name in program.buffers}
+    buffers = {name: tensors[name] for name in program.buffers}
+    try:
+        stage = _executed_class(program.source, program.stage, program.pattern)
+    except SyntaxError as error:
+        raise VerifyError(f"the source of stage {program.stage} does not compile: {error}") from error
+    return stage(parameters, buffers, program.constants, device, runner, gathers=bool(program.gathered))
 
 
 def execute(source: str, filename: str, **names: object) -> dict[str, object]:
@@ -74,13 +66,6 @@ def _parameter(tensor: Tensor, trainable: bool) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach(), requires_grad=trainable)
-
-
-def _stage_class(program: StageProgram) -> type[StageModule]:
-    try:
-        return _executed_class(program.source, program.stage, program.pattern)
-    except SyntaxError as error:
-        raise VerifyError(f"the source of stage {program.stage} does not compile: {error}") from error
 
 
 @functools.cache

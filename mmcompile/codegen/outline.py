@@ -146,11 +146,6 @@ def _in_graph_order(
     return groups
 
 
-def last_uses(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, fx.Node]:
-    """Return value -> the last one of `nodes` that reads it."""
-    return {source: node for node in nodes for source in node.all_input_nodes}
-
-
 def module_paths(nodes: Iterable[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
     """Yield (module path, nodes) for each sequence of consecutive nodes of one module; the path of shared values is "shared"."""
     path: str | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mmcompile.codegen.expressions import TAKEN, Expressions, comment_in_layer, identifier, variable
-from mmcompile.codegen.outline import NodeRun, last_uses, module_paths
+from mmcompile.codegen.expressions import TAKEN, Expressions, comment, identifier, variable
+from mmcompile.codegen.outline import NodeRun, module_paths
 from mmcompile.codegen.weight_grad_inputs import Product, Tap
 from mmcompile.config import Recompute
 from mmcompile.ir.graph import dtype_name, info
@@ -72,24 +72,22 @@ class LayerText:
         """
         own, arguments = self._arguments(prefix)
         lines = [f"def {name}(", *(f"    {argument}," for argument in arguments), "):"]
-        lines.append(textwrap.indent(f'"""{_listed(serves)}"""', "    "))
+        listed = textwrap.fill(", ".join(serves), 110)
+        lines.append(textwrap.indent(f'"""{listed}"""', "    "))
         lines += (f"    {line}" for line in self._body(own, prefix))
         lines.append(f"    return ({', '.join(map(variable, self.returned))},)")
         return "\n".join(lines) + "\n"
 
     def call(self, function: str, recompute: Recompute) -> Iterator[str]:
-        """Yield lines that call a function with the structure of this run.
-
-        Args:
-            function: name of the function.
-            recompute: mode of recomputation for the backward.
-        """
+        """Yield lines that call `function`, which has the structure of this run; its backward recomputes by mode `recompute`."""
         for tap in self._taps:
             yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
         first = [function] if recompute == "none" else [f'"{recompute}"', function]
         lines = [*first, *(["self.device"] if self.run.needs_device else []), *map(self.tensors.expression, self._held)]
         given = [variable(node) for node in self.run.inputs] + [tap.name for tap in self._taps]
-        start = f"{_target(self.returned)} = self.{'run' if recompute == 'none' else 'recompute'}("
+        names = ", ".join(map(variable, self.returned))
+        target = f"({names},)" if len(self.returned) == 1 else names
+        start = f"{target} = self.{'run' if recompute == 'none' else 'recompute'}("
         one = f"{start}{', '.join([*lines, *given])})"
         if len(one) <= _WIDTH:
             yield one
@@ -146,9 +144,10 @@ class LayerText:
         plain, detached = Expressions(name=name, device="device"), Expressions(name=cut, device="device")
         taps = {product.tap.node: product.tap for product in self.products}
         x_taps = {product.x: product.x_tap for product in self.products if product.x_tap is not None}
-        last_use, freed = last_uses(self.run.nodes), set(self.run.nodes) - set(self.returned)
+        last_use = {source: node for node in self.run.nodes for source in node.all_input_nodes}
+        freed = set(self.run.nodes) - set(self.returned)
         for _, nodes in module_paths(self.run.nodes):
-            yield f"# {comment_in_layer(nodes[0], prefix)}"
+            yield f"# {comment(nodes[0], prefix)}"
             dead: list[str] = []
             for node in nodes:
                 made = f"tapped({detached.call(node)}, {taps[node].name})" if node in taps else plain.call(node)
@@ -168,12 +167,3 @@ def _value_described(node: fx.Node) -> str:
         return f"size {node.meta['size']}"
     gradient = node.op == "call_function" and info(node).carries_gradient
     return f"{_described(node)}{', gradient' if gradient else ''}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "\n".join(textwrap.wrap(", ".join(names), 110))
-
-
-def _target(returned: Sequence[fx.Node]) -> str:
-    names = ", ".join(map(variable, returned))
-    return f"({names},)" if len(returned) == 1 else names

@@ -27,6 +27,7 @@ from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.capture_pipeline import WORDS, annotated
 from mmcompile.passes.context_parallel.token_axis import LOCAL_TOKENS
+from mmcompile.passes.values import sizes as sizes_of
 from mmcompile.planner.plan.plan import Plan
 
 Key = tuple[object, ...]
@@ -186,11 +187,7 @@ class Patterns:
             context_parallel=self._plan.context_parallel,
             words={str(n.target): n.meta["words"] for n in nodes if "words" in n.meta and "shard" in n.meta},
             host_shapes={name: value.shape for name, value in host.values.items() if name not in varying},
-            link_shapes={
-                node.name: node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
-                for node in nodes
-                if node.name in links
-            },
+            link_shapes={node.name: sizes_of(node) for node in nodes if node.name in links},
         )
 
 

@@ -193,13 +193,6 @@ class _Writer:
 
 
 def _imports(nodes: Iterable[fx.Node], deferring: Iterable[str]) -> str:
-    lines = [
-        *registering_imports(nodes).splitlines(),
-        *(
-            [f"from mmcompile.codegen.weight_grad_split import {', '.join(names)}"]
-            if (names := sorted(deferring))
-            else []
-        ),
-        "from mmcompile.codegen.stage_module import StageModule",
-    ]
-    return "\n".join(lines) + "\n"
+    names = ", ".join(sorted(deferring))
+    split = f"from mmcompile.codegen.weight_grad_split import {names}\n" if names else ""
+    return f"{registering_imports(nodes)}{split}from mmcompile.codegen.stage_module import StageModule\n"

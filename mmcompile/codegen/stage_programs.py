@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx, nn
@@ -15,12 +16,10 @@ from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.codegen.source import LayerChoices, stage_source
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.compat import FakeTensor
-from mmcompile.ir.graph import ModelGraph, ParameterSpec, dtype_name, results_of
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, dtype_name, info, results_of
 from mmcompile.ir.host_shapes import attribute
-from mmcompile.ir.sizes import shape_of
-from mmcompile.ir.tensor_shard import TensorShard
-from mmcompile.ir.tensor_spec import TensorSpec
-from mmcompile.passes.values import op_name
+from mmcompile.ir.sizes import shape_of, spec_of
+from mmcompile.passes.values import num_bytes, op_name
 from mmcompile.planner.plan.placement import shard_name, shard_names
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link, Stage
@@ -55,11 +54,9 @@ def links(parts: GraphCut) -> tuple[Link, ...]:
                 Link(
                     source=name,
                     target=target,
-                    tensors=tuple(
-                        TensorSpec(name=n.name, shape=shape_of(n), dtype=dtype_name(n.meta["val"].dtype)) for n in nodes
-                    ),
+                    tensors=tuple(map(spec_of, nodes)),
                     gradient=tuple(n.name for n in nodes if n in parts.needs_gradient),
-                    num_bytes=sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in nodes),
+                    num_bytes=sum(num_bytes(n.meta["val"]) for n in nodes),
                 )
             )
     return tuple(found)
@@ -73,31 +70,22 @@ def _program(
     Args:
         index: index of the rank among the tensor-parallel ranks of the stage.
     """
-    shards = graph.shards
-    specs = {s.name: _part(s, shards[s.name], index) if s.name in shards else s for s in graph.parameters}
-    held = {**{name: spec.name for name, spec in specs.items()}, **{name: name for name in graph.buffers}}
-    names = {node: held[str(node.target)] for node in part.tensors if str(node.target) in held}
-    constants = {node: str(node.target) for node in part.tensors if node not in names}
-    outputs = [node for node, _ in part.sent]
+    # Of a sharded parameter, the part that replica 0 of the rank holds.
+    specs = {spec.name: spec for spec in graph.parameters}
+    specs |= {name: specs[name].part(shard, shard.index(index)) for name, shard in graph.shards.items()}
     loss = list(results_of(graph.module.graph))
     is_loss = parts.owner.get(loss[0]) == part.stage
-    results = [*outputs, *(loss if is_loss else ())]
-    stage = plan.stage(part.stage)
-    read = dict.fromkeys(str(node.target) for node in names)
-    parameters = tuple(specs[name] for name in read if name in specs)
-    return StageProgram(
-        stage=part.stage,
-        pattern="",
-        source=stage_source(
-            part,
-            names,
-            constants,
-            results,
-            f"Stage {part.stage} of {graph.name}.",
-            _notes(stage, parameters),
-            trained=frozenset(spec.name for spec in parameters if spec.trainable),
-            choices=choices,
-        ),
+    program = part_program(
+        graph,
+        part,
+        specs,
+        [*(node for node, _ in part.sent), *(loss if is_loss else ())],
+        title=f"Stage {part.stage} of {graph.name}.",
+        notes=partial(_notes, plan.stage(part.stage)),
+        choices=choices,
+    )
+    return replace(
+        program,
         inputs=(
             *(_root_port(node) for node in part.roots),
             *(_link_port(node, parts, (parts.owner[node],)) for node in part.received),
@@ -106,20 +94,52 @@ def _program(
             *(_link_port(node, parts, peers) for node, peers in part.sent),
             *(_loss_ports(loss) if is_loss else ()),
         ),
-        parameters=parameters,
-        buffers=tuple(name for name in read if name not in specs),
-        constants={name: _constant(graph.module, node) for node, name in constants.items()},
         is_loss=is_loss,
-        has_backward=any(node in parts.needs_gradient for node in part.nodes),
-        gathered=tuple(
-            str(node.all_input_nodes[0].target) for node in part.nodes if op_name(node) == "mmcompile.gather_parameter"
-        ),
     )
 
 
-def _part(spec: ParameterSpec, shard: TensorShard, index: int) -> ParameterSpec:
-    """Return the spec of the part of a parameter that replica 0 of tensor-parallel rank `index` holds."""
-    return spec.part(shard, shard.index(index))
+def part_program(
+    graph: ModelGraph,
+    part: StageCut,
+    specs: Mapping[str, ParameterSpec],
+    results: Sequence[fx.Node],
+    *,
+    title: str,
+    notes: Callable[[tuple[ParameterSpec, ...]], str],
+    choices: LayerChoices,
+) -> StageProgram:
+    """Return the program of a part of a graph annotated by gradient-flow, still without inputs and outputs.
+
+    Args:
+        graph: graph of the whole model.
+        part: nodes of the program.
+        specs: first name of a parameter -> the parameter, or the part of it that the program reads.
+        results: nodes returned, in order.
+        title: first line of the source's docstring.
+        notes: function from the parameters read to the further lines of the docstring.
+        choices: options for writing layers.
+    """
+    held = {name: spec.name for name, spec in specs.items()} | {name: name for name in graph.buffers}
+    names = {node: held[str(node.target)] for node in part.tensors if str(node.target) in held}
+    constants = {node: str(node.target) for node in part.tensors if node not in names}
+    read = dict.fromkeys(str(node.target) for node in names)
+    parameters = tuple(specs[name] for name in read if name in specs)
+    trained = frozenset(spec.name for spec in parameters if spec.trainable)
+    gathers = [node for node in part.nodes if op_name(node) == "mmcompile.gather_parameter"]
+    return StageProgram(
+        stage=part.stage,
+        pattern="",
+        source=stage_source(
+            part, names, constants, results, title, notes(parameters), trained=trained, choices=choices
+        ),
+        inputs=(),
+        outputs=(),
+        parameters=parameters,
+        buffers=tuple(name for name in read if name not in specs),
+        constants={name: _constant(graph.module, node) for node, name in constants.items()},
+        has_backward=any(info(node).carries_gradient for node in part.nodes),
+        gathered=tuple(str(node.all_input_nodes[0].target) for node in gathers),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,11 +230,8 @@ def _link_port(node: fx.Node, parts: GraphCut, peers: tuple[str, ...]) -> Port:
 
 
 def _loss_ports(loss: list[fx.Node]) -> tuple[Port, ...]:
-    names = ("loss_sum", "num_tokens")[: len(loss)]
-    return tuple(
-        Port(name=name, kind="link", shape=(), dtype=dtype_name(node.meta["val"].dtype))
-        for name, node in zip(names, loss, strict=True)
-    )
+    pairs = zip(("loss_sum", "num_tokens"), loss, strict=False)
+    return tuple(Port(name=name, kind="link", shape=(), dtype=dtype_name(n.meta["val"].dtype)) for name, n in pairs)
 
 
 def _constant(module: nn.Module, node: fx.Node) -> torch.Tensor:

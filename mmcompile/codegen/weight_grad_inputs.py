@@ -15,6 +15,7 @@ from mmcompile.codegen.outline import NodeRun
 from mmcompile.ir.graph import info
 from mmcompile.ir.sizes import shape_of
 from mmcompile.passes.cost.deferred_weights import DeferredWeight
+from mmcompile.passes.values import sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +73,8 @@ def products_of(run: NodeRun, deferred: Mapping[fx.Node, DeferredWeight], *, rec
 
 def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
     """Return a tap of a value; None if its sizes do not follow from the run's inputs."""
-    shape = node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
-    sizes = [_size(size, known) for size in shape]
-    found = tuple(size for size in sizes if size is not None)
-    return Tap(name=f"{node.name}_{suffix}", node=node, sizes=found) if len(found) == len(sizes) else None
+    found = [_size(size, known) for size in sizes(node)]
+    return None if None in found else Tap(name=f"{node.name}_{suffix}", node=node, sizes=tuple(filter(None, found)))
 
 
 def _known_sizes(run: NodeRun) -> dict[str, str]:
@@ -95,11 +94,7 @@ def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
     """Return a size as an expression over the run's arguments; None if it does not follow from the known sizes."""
     if isinstance(size, int) or str(size) in known:
         return known.get(str(size), str(size))
-    symbols = {str(symbol) for symbol in size.free_symbols}
-    if (
-        not symbols <= known.keys()
-        or not size.is_polynomial()
-        or not all(a.is_integer for a in size.atoms(sympy.Number))
-    ):
+    computable = known.keys() >= {str(symbol) for symbol in size.free_symbols}
+    if not computable or not size.is_polynomial() or not all(a.is_integer for a in size.atoms(sympy.Number)):
         return None
     return re.sub(r"[A-Za-z_]\w*", lambda match: known[match[0]], str(size))

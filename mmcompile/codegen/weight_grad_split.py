@@ -35,12 +35,7 @@ class _Tapped(torch.autograd.Function):
 
 
 def tapped(result: Tensor, tap: Tensor) -> Tensor:
-    """Return `result`, whose gradient also becomes the gradient of `tap`.
-
-    Args:
-        result: any shape.
-        tap: tensor of the same shape; its values are not read.
-    """
+    """Return `result`, whose gradient also becomes the gradient of `tap`, of the same shape; values of `tap` are not read."""
     return _Tapped.apply(result, tap)
 
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.components import find_structure
 from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name
 from mmcompile.ir.host_shapes import HostProgram
 from mmcompile.ir.inputs import completed
-from mmcompile.ir.sizes import Sizes, shape_of
-from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.ir.sizes import Sizes, spec_of
 from mmcompile.ir.trace import Trace, export_step
 
 
@@ -69,7 +68,7 @@ def capture(
         module=trace.module,
         components=components,
         edges=edges,
-        inputs=tuple(_spec(n) for n in trace.module.graph.nodes if n.op == "placeholder" and "size" not in n.meta),
+        inputs=tuple(spec_of(n) for n in trace.module.graph.nodes if n.op == "placeholder" and "size" not in n.meta),
         parameters=parameters,
         buffers=buffers,
         loss=trace.loss,
@@ -179,7 +178,3 @@ def _parameters(model: nn.Module) -> tuple[ParameterSpec, ...]:
         )
         for key, parameter in tensors.items()
     )
-
-
-def _spec(node: fx.Node) -> TensorSpec:
-    return TensorSpec(name=str(node.target), shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -24,6 +26,19 @@ def copied(graph: ModelGraph) -> ModelGraph:
     for name, value in graph.module.named_buffers(remove_duplicate=False):
         _own(module, name, value)
     return replace(graph, module=module)
+
+
+def rewritten(graph: ModelGraph, lines: Iterable[str], **changes: Any) -> ModelGraph:
+    """Return a copy of a graph whose nodes a pass has changed, once it is consistent and its code is generated again.
+
+    Args:
+        graph: result of `copied`, after the pass changed it.
+        lines: lines to add to `ModelGraph.rewrites`.
+        changes: other fields of the graph, with their new values.
+    """
+    graph.module.graph.lint()
+    graph.module.recompile()
+    return replace(graph, rewrites=(*graph.rewrites, *lines), **changes)
 
 
 def _own(module: nn.Module, path: str, value: torch.Tensor) -> None:

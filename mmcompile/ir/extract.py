@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, info, reached
 from mmcompile.ir.host_shapes import attribute
 
 
@@ -17,14 +17,8 @@ def component_module(graph: ModelGraph, name: str) -> fx.GraphModule:
         KeyError: there is no such component.
     """
     graph.component(name)
-    nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and info(n).component == name]
-    wanted, order = set(nodes), list(graph.module.graph.nodes)
-    stack = [source for node in nodes for source in node.all_input_nodes]
-    while stack:
-        source = stack.pop()
-        if source not in wanted and source.op == "call_function" and info(source).shared:
-            wanted.add(source)
-            stack.extend(source.all_input_nodes)
+    nodes, order = [node for node in graph.calls if info(node).component == name], list(graph.module.graph.nodes)
+    wanted = reached(nodes, lambda n: [s for s in n.all_input_nodes if s.op == "call_function" and info(s).shared])
     part, copies = fx.Graph(), {}
     for node in order:
         if node in wanted or not any(user in wanted for user in node.users):

@@ -8,8 +8,9 @@ Parameters and buffers are `get_attr` nodes whose targets are the model's own na
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -18,10 +19,13 @@ import networkx as nx
 import torch
 from torch import fx
 
+from mmcompile.errors import ConfigError
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.ir.tensor_spec import TensorSpec
 
 META_KEY = "mmcompile"
+Place = tuple[str, int]
+"""Place of a node in the model: (component name, layer index)."""
 
 
 class ComponentKind(StrEnum):
@@ -74,6 +78,15 @@ class NodeInfo:
         """True if the node belongs to no component."""
         return self.component is None
 
+    def at_same_place(self, *, carries_gradient: bool = False) -> NodeInfo:
+        """Return the annotation of a new node in the same layer and module; its costs are not known."""
+        return NodeInfo(
+            component=self.component,
+            layer=self.layer,
+            module_path=self.module_path,
+            carries_gradient=carries_gradient,
+        )
+
 
 def info(node: fx.Node) -> NodeInfo:
     """Return the annotation of a `call_function` node; KeyError if the node was never annotated."""
@@ -96,6 +109,38 @@ def component_of(node: fx.Node) -> str:
 def annotate(node: fx.Node, **changes: object) -> None:
     """Replace fields of a node's annotation (the only way annotations change)."""
     node.meta[META_KEY] = replace(node.meta[META_KEY], **changes)  # type: ignore[arg-type]
+
+
+def describe(node: fx.Node, note: NodeInfo, value: Any, symbolic_shape: Iterable[Any] | None = None) -> fx.Node:
+    """Annotate a new call node, and return it.
+
+    Args:
+        value: recorded result of the node; tensors have no data.
+        symbolic_shape: sizes of the result, with symbols where they may vary; None if all are fixed.
+    """
+    node.meta = {META_KEY: note, "module_path": note.module_path, "val": value}
+    if symbolic_shape is not None:
+        node.meta["symbolic_shape"] = tuple(symbolic_shape)
+    return node
+
+
+def reached(
+    starts: Iterable[fx.Node],
+    following: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> dict[fx.Node, None]:
+    """Return the nodes reached from `starts`, themselves included, as an ordered set, depth first.
+
+    Args:
+        following: function that returns the nodes one step from a node; the default gives all that `starts` depend on.
+    """
+    found: dict[fx.Node, None] = {}
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found[node] = None
+            waiting += following(node)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,10 +179,7 @@ class ParameterSpec:
     @property
     def num_elements(self) -> int:
         """Number of elements of the parameter, or of the part."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -213,6 +255,31 @@ class ModelGraph:
             if component.name == name:
                 return component
         raise KeyError(f"no component {name!r}; components are {', '.join(c.name for c in self.components)}")
+
+    def check_components(self, names: Iterable[str], purpose: str) -> None:
+        """Raise ConfigError if the model has no component of one of `names`; `purpose` is the use for it, such as "to shard"."""
+        known = [component.name for component in self.components]
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"no component {name!r} {purpose}; components are {', '.join(known)}")
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """All `call_function` nodes, in graph order."""
+        return [node for node in self.module.graph.nodes if node.op == "call_function"]
+
+    def layer_nodes(self) -> dict[Place, list[fx.Node]]:
+        """Return (component, layer) -> its call nodes in graph order; shared nodes are in no layer."""
+        found: dict[Place, list[fx.Node]] = defaultdict(list)
+        for node in self.calls:
+            if not info(node).shared:
+                found[component_of(node), info(node).layer].append(node)
+        return dict(found)
+
+    @property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """Every name of a parameter, aliases included -> the parameter."""
+        return {name: spec for spec in self.parameters for name in (spec.name, *spec.aliases)}
 
     def dag(self) -> nx.DiGraph[str]:
         """Return the component DAG; each edge has the attribute `tensors`, the names of the tensors sent."""

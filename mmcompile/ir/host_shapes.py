@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op
+from mmcompile.ir.graph import reached
 from mmcompile.ir.known_values import MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, is_boolean
 from mmcompile.ir.nodes import VALUE_READ, token_loss
 
@@ -175,21 +176,15 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
 
 def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return all nodes that `nodes` depend on. All must be computable on the host before the batch runs."""
-    needed: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        waiting += node.all_input_nodes
+    needed = reached(nodes)
+    for node in needed:
         float_input = node.op == "placeholder" and not node.meta.get("from_integers", not _is_float(node.meta["val"]))
         parameter = node.op == "get_attr" and isinstance(attribute(module, str(node.target)), torch.nn.Parameter)
         if float_input or parameter or (node.op == "call_function" and not _deterministic(node)):
             raise VerifyError(
                 f"the host cannot compute {node.format_node()}: it needs integer inputs and constants alone"
             )
-    return needed
+    return set(needed)
 
 
 def _is_float(value: torch.Tensor | int) -> bool:
@@ -310,13 +305,7 @@ def _extract(
     """Return a graph module that computes reads, dynamic values and the token count from the inputs."""
     read: list[Any] = [node.args[0] if node.target is VALUE_READ else node for node in reads]
     wanted: list[fx.Node] = [*read, *dynamic, *labels]
-    needed: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = reached(wanted)
     graph, copies = fx.Graph(), {}
     for node in module.graph.nodes:
         if node in needed:

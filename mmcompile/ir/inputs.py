@@ -57,13 +57,12 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be
     a new pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
     """
-    owner: Any = next(
-        (m for m in (model, getattr(model, "model", None), _base(model)) if hasattr(m, "get_rope_index")), None
-    )
-    accepts = "position_ids" in inspect.signature(model.forward).parameters
-    if owner is None or not accepts or batch.get("position_ids") is not None or batch.get("input_ids") is None:
-        return dict(batch)
+    owners = (model, getattr(model, "model", None), getattr(model, "base_model", None))
+    owner: Any = next((own for own in owners if hasattr(own, "get_rope_index")), None)
     takes = inspect.signature(model.forward).parameters
+    given = batch.get("position_ids") is not None or batch.get("input_ids") is None
+    if owner is None or given or "position_ids" not in takes:
+        return dict(batch)
     parameters = [name for name in inspect.signature(owner.get_rope_index).parameters if name not in ("args", "kwargs")]
     if not set(parameters) <= set(takes):  # the model first computes what it passes here: leave that to its own forward
         return dict(batch)
@@ -88,9 +87,3 @@ def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> torch.Ten
     ids = sample["input_ids"]
     found = positions_of_text(model, ids, {**sample, "attention_mask": torch.ones_like(ids)})
     return torch.arange(ids.shape[1])[None] if found is None else found
-
-
-def _base(model: nn.Module) -> nn.Module | None:
-    """Return the base model of a transformers model: the model without its head."""
-    base = getattr(model, "base_model", None)
-    return base if isinstance(base, nn.Module) else None

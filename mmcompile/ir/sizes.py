@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.errors import CaptureError
 from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint, storage_of
+from mmcompile.ir.graph import dtype_name
+from mmcompile.ir.tensor_spec import TensorSpec
 
 Shape = tuple[int | sympy.Expr, ...]
 SIZE_PREFIX = "size_"
@@ -163,6 +165,12 @@ def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.
     stride = tuple(map(size_hint, tensor.stride()))
     made = torch.empty(0, dtype=tensor.dtype, device="meta")
     return made.set_(memory[storage][1], size_hint(tensor.storage_offset()), shape_hint(tensor), stride)  # type: ignore[call-overload]
+
+
+def spec_of(node: fx.Node) -> TensorSpec:
+    """Return name, shape and dtype of a tensor node; an input has the batch's name for it, not that of its node."""
+    name = str(node.target) if node.op == "placeholder" else node.name
+    return TensorSpec(name=name, shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))
 
 
 def shape_of(node: fx.Node) -> tuple[int | str, ...]:

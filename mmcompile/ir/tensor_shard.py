@@ -32,11 +32,10 @@ class TensorShard:
     """Number of replicas that shard the part of each tensor-parallel rank; 1 if each replica holds the whole part."""
 
     def __post_init__(self) -> None:
-        uneven = [block for block in self.blocks if block % self.count]
-        if uneven:
-            raise ValueError(
-                f"blocks {list(self.blocks)} in {self.count} parts: {uneven[0]} is no multiple of {self.count}"
-            )
+        for block in self.blocks:
+            if block % self.count:
+                blocks = list(self.blocks)
+                raise ValueError(f"blocks {blocks} in {self.count} parts: {block} is no multiple of {self.count}")
 
     def spread(self, replicas: int) -> TensorShard:
         """Return this sharding with each part split into `replicas` parts. Raises ValueError if a block does not divide."""

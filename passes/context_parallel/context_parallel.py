@@ -22,18 +22,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from mmcompile.errors import ConfigError, PlanError
-from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import ModelGraph, dtype_name, info, results_of
+from mmcompile.ir.copy import copied, rewritten
+from mmcompile.ir.graph import ModelGraph, info, results_of
 from mmcompile.ir.nodes import token_loss
-from mmcompile.ir.sizes import shape_of
-from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.ir.sizes import spec_of
 from mmcompile.kernels.bitfield_attention.parallel.attention import (
     context_parallel_attention as context_parallel_attention,
 )
@@ -47,11 +46,10 @@ from mmcompile.passes.context_parallel.token_axis import (
     TokenFlow,
     follow,
     localize,
-    shape,
-    sizes,
+    number,
 )
 from mmcompile.passes.context_parallel.token_rules import rule_of
-from mmcompile.passes.values import op_name
+from mmcompile.passes.values import draws_random, op_name, shape, sizes
 
 _ATTENTION = "mmcompile.bitfield_attention"
 INDEX, POSITIONS, KV_POSITIONS = "cp_index", "cp_positions", "cp_kv_positions"
@@ -95,7 +93,7 @@ class ContextParallel(Rewrite):
         """Return the graph that one rank runs on its own tokens."""
         self._check(graph)
         made = copied(graph)
-        nodes = _region(made, self.component)
+        nodes = [node for node in made.calls if info(node).component == self.component and info(node).layer >= 1]
         words = _words(made, self.component, nodes)
         batch, tokens = shape(words[0])
         local_tokens = self.local_tokens or padded_length(tokens, self.num_ranks) // self.num_ranks
@@ -109,20 +107,11 @@ class ContextParallel(Rewrite):
         _gather_keys(made, nodes, inputs, self)
         localize(flow, local_tokens)
         _drop_unread(made.module.graph)
-        made.module.graph.lint()
-        made.module.recompile()
-        return replace(
-            made,
-            inputs=(*made.inputs, *(_spec(node) for node in inputs.nodes)),
-            rewrites=(*made.rewrites, f"{self.name}: tokens of {self.component} on {self.num_ranks} ranks"),
-        )
+        line = f"{self.name}: tokens of {self.component} on {self.num_ranks} ranks"
+        return rewritten(made, (line,), inputs=(*made.inputs, *map(spec_of, inputs.nodes)))
 
     def _check(self, graph: ModelGraph) -> None:
-        names = [component.name for component in graph.components]
-        if self.component not in names:
-            raise ConfigError(
-                f"no component {self.component!r} to spread over ranks; components are {', '.join(names)}"
-            )
+        graph.check_components((self.component,), "to spread over ranks")
         if self.component != graph.loss_component:
             raise ConfigError(
                 f"only the component that ends in the loss, {graph.loss_component!r}, can be spread over ranks, "
@@ -140,11 +129,6 @@ def _call(node: fx.Node) -> Any:
     """Return the target of a call node; for a `getitem` node, the target of the call that made the tuple."""
     source = node.args[0] if node.target is operator.getitem else node
     return source.target if isinstance(source, fx.Node) else None
-
-
-def _region(graph: ModelGraph, component: str) -> list[fx.Node]:
-    calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
-    return [node for node in calls if info(node).component == component and info(node).layer >= 1]
 
 
 def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -195,7 +179,7 @@ class _Inputs:
         gathered = num_ranks * LOCAL_TOKENS
 
         def add(name: str, *full: Size, dtype: torch.dtype, shard: bool, source: str = "") -> fx.Node:
-            local = [size if isinstance(size, int) else _example(size, graph, local_tokens) for size in full]
+            local = [number(size, {**graph.hints, str(LOCAL_TOKENS): local_tokens}) for size in full]
             last = [node for node in graph.module.graph.nodes if node.op == "placeholder"][-1]
             with graph.module.graph.inserting_after(last):
                 node = graph.module.graph.placeholder(name)
@@ -211,17 +195,11 @@ class _Inputs:
         positions = add(POSITIONS, batch, LOCAL_TOKENS, dtype=torch.int32, shard=True)
         kv_positions = add(KV_POSITIONS, batch, gathered, dtype=torch.int32, shard=False)
         local_words, kv_words = {}, {}
-        for number, node in enumerate(words):
-            ending, source = (f"_{number}" if number else ""), str(node.target)
+        for count, node in enumerate(words):
+            ending, source = (f"_{count}" if count else ""), str(node.target)
             local_words[node] = add(WORDS + ending, batch, LOCAL_TOKENS, dtype=torch.int64, shard=True, source=source)
             kv_words[node] = add(KV_WORDS + ending, batch, gathered, dtype=torch.int64, shard=False, source=source)
         return cls(index=index, positions=positions, kv_positions=kv_positions, words=local_words, kv_words=kv_words)
-
-
-def _example(size: Any, graph: ModelGraph, local_tokens: int) -> int:
-    known = [(LOCAL_TOKENS, local_tokens)]
-    known += [(symbol, graph.hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in graph.hints]
-    return int(size.subs(known))
 
 
 def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, batch: int) -> None:
@@ -243,8 +221,7 @@ def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
             flow.refuse(node, "its queries, keys and values are whole; no value of layer 0 with a token dim reaches it")
         if node.target is token_loss:
             flow.refuse(node, "its logits are whole: every rank would count all tokens")
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if random and not ("dropout" in op_name(node) and (node.args[1] == 0 or node.args[2] is False)):
+        if draws_random(node):
             flow.refuse(node, "it draws random numbers for a value that all ranks must agree on")
 
 
@@ -269,7 +246,3 @@ def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and info(node).shared and not node.users:
             graph.erase_node(node)
-
-
-def _spec(node: fx.Node) -> TensorSpec:
-    return TensorSpec(name=str(node.target), shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))

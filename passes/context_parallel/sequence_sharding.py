@@ -14,10 +14,11 @@ import torch
 from torch import fx, nn
 
 from mmcompile.errors import PlanError
-from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, info
+from mmcompile.ir.graph import ModelGraph, NodeInfo, describe, info
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.kernels.bitfield_attention.parallel.token_ops import shard_tokens as shard_tokens
-from mmcompile.passes.context_parallel.token_axis import Size, TokenAxis, TokenFlow, sizes
+from mmcompile.passes.context_parallel.token_axis import Size, TokenAxis, TokenFlow
+from mmcompile.passes.values import sizes
 
 aten = torch.ops.aten
 
@@ -39,13 +40,7 @@ class SequenceSharder:
         self._first = _first_equal(self.graph.module.graph)
 
     def spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """Return a node with the rank's rows of a whole value.
-
-        Args:
-            value: whole value.
-            axis: its token dim.
-            filler: number in free rows, which hold no token.
-        """
+        """Return a node with the rank's rows of a whole value along `axis`; free rows, which hold no token, have `filler`."""
         value = self._first.get(value, value)
         key = (value, axis, filler)
         if key not in self._made:
@@ -96,16 +91,13 @@ class SequenceSharder:
         if value.op == "call_function":
             note = info(value)
             if note.shared or note.component == self.component:
-                return NodeInfo(component=note.component, layer=note.layer, module_path=note.module_path)
-        floats = value.meta["val"].is_floating_point() and not value.meta.get("from_integers", False)
-        if value.op == "placeholder":
-            shared = not floats
+                return note.at_same_place()
+        if value.op == "get_attr":
+            shared = not isinstance(attribute(self.graph.module, str(value.target)), nn.Parameter)
         else:
-            shared = value.op == "get_attr" and not isinstance(self._tensor(value), nn.Parameter)
+            integers = not value.meta["val"].is_floating_point() or value.meta.get("from_integers", False)
+            shared = value.op == "placeholder" and integers
         return NodeInfo(component=None if shared else self.component, layer=0, module_path="")
-
-    def _tensor(self, value: fx.Node) -> torch.Tensor:
-        return attribute(self.graph.module, str(value.target))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,11 +117,9 @@ class _Chain:
         """Append a call of `target` on the last value; `full` is the shape of its result before tokens are sharded."""
         with self.graph.inserting_after(self.after):
             made = self.graph.call_function(target, (self.value, *arguments))
-        shape = [self.flow.number(size) for size in full]
         dtype = self.value.meta["val"].dtype
-        made.meta = {META_KEY: self.note, "module_path": self.note.module_path}
-        made.meta |= {"val": torch.empty(shape, dtype=dtype, device="meta"), "symbolic_shape": full}
-        self.value = self.after = made
+        value = torch.empty([self.flow.number(size) for size in full], dtype=dtype, device="meta")
+        self.value = self.after = describe(made, self.note, value, full)
         self.full = full
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from mmcompile.errors import PlanError
-from mmcompile.ir.compat import OpOverload, op_schema
 from mmcompile.ir.graph import ModelGraph, component_of, info
-from mmcompile.passes.values import op_name, tensors
+from mmcompile.passes.text import origin
+from mmcompile.passes.values import has_tag, op_name, shape, sizes, tensors
 
 Size = int | sympy.Expr
 
@@ -77,10 +77,7 @@ class TokenFlow:
 
     def number(self, size: Size) -> int:
         """Return a size as a number, at the captured batch."""
-        if isinstance(size, int):
-            return size
-        hints = self.graph.hints
-        return int(size.subs([(symbol, hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in hints]))
+        return number(size, self.graph.hints)
 
     def rows(self, axis: TokenAxis) -> int:
         """Return the whole size of a token dim in the captured batch, before tokens are sharded."""
@@ -120,12 +117,11 @@ class TokenFlow:
 
     def refuse(self, node: fx.Node, reason: str) -> NoReturn:
         """Raise PlanError naming the node's layer, module and op, with the reason."""
-        note = info(node)
-        layer = self.graph.component(component_of(node)).layers[note.layer]
-        where = f"module {note.module_path}" if note.module_path else "the model's own forward"
+        component = component_of(node)
+        layer = self.graph.component(component).layers[info(node).layer]
         raise PlanError(
-            f"{self.task} layer {layer.index} of {note.component} ({layer.name}): "
-            f"{node.name} = {op_name(node)} in {where} is not token-wise: {reason}; {self.consequence}"
+            f"{self.task} layer {layer.index} of {component} ({layer.name}): "
+            f"{node.name} = {op_name(node)} in {origin(node)} is not token-wise: {reason}; {self.consequence}"
         )
 
 
@@ -151,41 +147,13 @@ def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node
             flow.axes[node] = axis
 
 
-def shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a tensor node in the captured batch; for a tuple, the shape of its first item."""
-    return tuple(int(size) for size in tensors(node)[0].shape)
-
-
-def sizes(node: fx.Node) -> tuple[Size, ...]:
-    """Return the shape of a tensor node, with symbols for sizes that may vary."""
-    return node.meta.get("symbolic_shape") or shape(node)
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """Return the argument called `name` in the op's schema, as a call passes it, or its default."""
-    assert isinstance(node.target, OpOverload)
-    for position, entry in enumerate(op_schema(node.target).arguments):
-        if entry.name == name:
-            given = node.args[position] if position < len(node.args) else entry.default_value
-            return node.kwargs.get(name, given)
-    raise KeyError(f"{node.target} has no argument {name}")
-
-
-def has_argument(node: fx.Node, name: str) -> bool:
-    """Return whether the schema of a node's op has an argument called `name`."""
-    assert isinstance(node.target, OpOverload)
-    return any(entry.name == name for entry in op_schema(node.target).arguments)
-
-
-def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Set the argument called `name` in the op's schema to another value."""
-    assert isinstance(node.target, OpOverload)
-    names = [entry.name for entry in op_schema(node.target).arguments]
-    position = names.index(name)
-    if position < len(node.args):
-        node.update_arg(position, value)
-    else:
-        node.update_kwarg(name, value)
+def number(size: Size, hints: Mapping[str, int]) -> int:
+    """Return a size as a number, given the value of each size symbol."""
+    return (
+        size
+        if isinstance(size, int)
+        else int(size.subs([(symbol, hints[str(symbol)]) for symbol in size.free_symbols]))
+    )
 
 
 def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
@@ -224,12 +192,7 @@ def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAx
 
 
 def localize(flow: TokenFlow, local_tokens: int) -> None:
-    """Record the shapes that sharded values have on one rank.
-
-    Args:
-        flow: after `follow`.
-        local_tokens: number of token rows on one rank in the recorded values, as an example of `LOCAL_TOKENS`.
-    """
+    """Record the shapes that sharded values have on one rank after `follow`, with `local_tokens` rows for `LOCAL_TOKENS`."""
     for node, axis in flow.axes.items():
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -252,5 +215,5 @@ def _refuse_token_counts(flow: TokenFlow, node: fx.Node) -> None:
     scalars: Mapping[str, Any] = {**dict(enumerate(node.args)), **node.kwargs}  # type: ignore[dict-item]
     for value in scalars.values():
         counts_tokens = isinstance(value, fx.Node) and "size" in value.meta and value.meta["val"] == flow.tokens
-        if counts_tokens and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if counts_tokens and has_tag(node, torch.Tag.pointwise):
             flow.refuse(node, "it computes with the number of tokens")

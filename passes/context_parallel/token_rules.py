@@ -9,6 +9,7 @@ experts], as for plain tokens.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,37 +20,34 @@ from mmcompile.passes.context_parallel.token_axis import (
     Rule,
     TokenAxis,
     TokenFlow,
-    argument,
-    has_argument,
     reshaped,
-    set_argument,
-    shape,
-    sizes,
     spread_size,
 )
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.dim_rules import PASSING, dims, is_pointwise, passed_dim
+from mmcompile.passes.values import argument, aten_ops, has_argument, op_name, set_argument, shape, sizes
 
 
 def rule_of(node: fx.Node) -> Rule | None:
     """Return the rule of a node's op; None if tokens cannot be followed through it."""
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _pointwise
-    return _RULES.get(op_name(node))
+    return _pointwise if is_pointwise(node) else _RULES.get(op_name(node))
 
 
 def _pointwise(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     """Return the token dim of a pointwise op: dims of operands are matched from the right, as in broadcasting."""
-    rank = len(shape(node))
     spread = flow.spread_inputs(node)[0]
-    wanted = flow.axes[spread]
-    from_right = wanted.dim - len(shape(spread))
-    for value in node.all_input_nodes:
-        if not isinstance(value.meta.get("val"), torch.Tensor):
-            continue
-        dim = from_right + len(shape(value))
+    axis = flow.axes[spread]
+    from_right = axis.dim - len(shape(spread))
+    tensors = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
+    _spread_along(flow, node, tensors, axis, from_right)
+    return axis.at(len(shape(node)) + from_right)
+
+
+def _spread_along(flow: TokenFlow, node: fx.Node, values: Iterable[fx.Node], axis: TokenAxis, from_right: int) -> None:
+    """Shard the operands of a node that have the tokens of `axis` in the dim `from_right`, counted back from -1, the last."""
+    for value in values:
+        dim = len(shape(value)) + from_right
         if value in flow.axes or dim >= 0 and shape(value)[dim] != 1:
-            node.replace_input_with(value, flow.to_spread(node, value, wanted.at(dim)))
-    return wanted.at(rank + from_right)
+            node.replace_input_with(value, flow.to_spread(node, value, axis.at(dim)))
 
 
 def _like_first(flow: TokenFlow, node: fx.Node) -> TokenAxis:
@@ -65,37 +63,27 @@ def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
     return value
 
 
-def _dims(node: fx.Node) -> tuple[int, ...]:
-    """Return the dims that the arguments of an op name (`dim`, `dims`); all dims if they name none."""
-    given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
-    rank = len(shape(value))
-    if given is None or given == []:
-        return tuple(range(rank))
-    return tuple(dim % rank for dim in ([given] if isinstance(given, int) else given))
+def _passed(flow: TokenFlow, node: fx.Node) -> TokenAxis:
+    """Return the token dim of an op that treats it as any other dim."""
+    axis = flow.axes[_first(flow, node)]
+    found = passed_dim(node, axis.dim)
+    if isinstance(found, str):
+        flow.refuse(node, f"it {found} the tokens")
+    return axis.at(found)
 
 
 def _along(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the unchanged token dim of an op that works along other dims: softmax, topk."""
+    """Return the unchanged token dim of an op that takes parts along other dims."""
     axis = flow.axes[_first(flow, node)]
-    if axis.dim in _dims(node):
+    if axis.dim in dims(node):
         flow.refuse(node, "it works along the tokens")
     return axis
-
-
-def _reduction(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    axis = flow.axes[_first(flow, node)]
-    dims = _dims(node)
-    if axis.dim in dims:
-        flow.refuse(node, "it reduces over the tokens")
-    return axis if argument(node, "keepdim") else axis.at(axis.dim - sum(dim < axis.dim for dim in dims))
 
 
 def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     """Return the token dim of an op that removes another dim: select, unbind."""
     axis = flow.axes[_first(flow, node)]
-    (dim,) = _dims(node)
+    (dim,) = dims(node)
     if dim == axis.dim:
         flow.refuse(node, "it takes single tokens")
     return axis.at(axis.dim - (dim < axis.dim))
@@ -104,7 +92,7 @@ def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     """Return the token dim of a slice; tokens cut off at the ends stay on their ranks, counted in `TokenAxis`."""
     axis = flow.axes[_first(flow, node)]
-    if _dims(node) != (axis.dim,):
+    if dims(node) != (axis.dim,):
         return axis
     rows = flow.rows(axis)
     given: Any = argument(node, "start"), argument(node, "end")
@@ -119,15 +107,6 @@ def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     set_argument(node, "start", 0)
     set_argument(node, "end", sys.maxsize)
     return replace(axis, front=axis.front + first, back=axis.back + rows - last)
-
-
-def _pad(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    axis = flow.axes[_first(flow, node)]
-    amounts: Any = argument(node, "pad")
-    from_last = len(shape(node)) - 1 - axis.dim
-    if any(amount != 0 for amount in amounts[2 * from_last : 2 * from_last + 2]):
-        flow.refuse(node, "it pads the tokens")
-    return axis
 
 
 def _view(flow: TokenFlow, node: fx.Node) -> TokenAxis:
@@ -150,7 +129,7 @@ def _view_as(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 def _unflatten(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     axis = reshaped(flow, node, _first(flow, node))
-    (dim,) = _dims(node)
+    (dim,) = dims(node)
     parts = list(argument(node, "sizes"))
     if dim <= axis.dim < dim + len(parts):
         full = [*([0] * dim), *parts, *([0] * len(shape(node)))]
@@ -167,18 +146,6 @@ def _expand(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     return axis
 
 
-def _transpose(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    value = _first(flow, node)
-    axis, rank = flow.axes[value], len(shape(value))
-    one, other = argument(node, "dim0") % rank, argument(node, "dim1") % rank
-    return axis.at({one: other, other: one}.get(axis.dim, axis.dim))
-
-
-def _permute(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    axis = flow.axes[_first(flow, node)]
-    return axis.at(_dims(node).index(axis.dim))
-
-
 def _repeat(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     value = _first(flow, node)
     axis, added = flow.axes[value], len(shape(node)) - len(shape(value))
@@ -188,7 +155,7 @@ def _repeat(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 def _repeat_interleave(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     axis = flow.axes[_first(flow, node)]
-    if _dims(node) != (axis.dim,):
+    if dims(node) != (axis.dim,):
         return _along(flow, node)
     times = shape(node)[axis.dim] // flow.rows(axis)
     if argument(node, "output_size") is not None:
@@ -196,22 +163,16 @@ def _repeat_interleave(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     return replace(axis, inner=axis.inner * times)
 
 
-def _joined(flow: TokenFlow, node: fx.Node, added: int) -> TokenAxis:
+def _joined(flow: TokenFlow, node: fx.Node) -> TokenAxis:
+    """Return the token dim of cat, or of stack, which adds a dim."""
     parts: Any = node.args[0]
+    added = int(op_name(node) == "aten.stack")
     axis = flow.axes[flow.spread_inputs(node)[0]]
     node.update_arg(0, [flow.to_spread(node, part, axis) for part in parts])
     dim = argument(node, "dim") % (len(shape(parts[0])) + added)
     if dim == axis.dim and not added:
         flow.refuse(node, "it puts more tokens behind the tokens")
-    return axis.at(axis.dim + (added if dim <= axis.dim else 0))
-
-
-def _cat(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    return _joined(flow, node, added=0)
-
-
-def _stack(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    return _joined(flow, node, added=1)
+    return axis.at(axis.dim + added * (dim <= axis.dim))
 
 
 def _linear(flow: TokenFlow, node: fx.Node) -> TokenAxis:
@@ -230,40 +191,14 @@ def _matmul(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     found = [factor for factor in factors if factor in flow.axes]
     from_right = [flow.axes[factor].dim - len(shape(factor)) for factor in found]
     places = {-2: left, -1: right}
-    if (
-        not found
-        or len(found) == 2
-        and from_right[0] >= -2
-        or from_right[0] >= -2
-        and places[from_right[0]] is not found[0]
-    ):
+    if not found or from_right[0] >= -2 and (len(found) == 2 or places[from_right[0]] is not found[0]):
         flow.refuse(node, "it sums over tokens or multiplies tokens with tokens")
     axis = flow.axes[found[0]]
     if from_right[0] < -2:
-        for factor in factors:
-            dim = len(shape(factor)) + from_right[0]
-            if factor in flow.axes or dim >= 0 and shape(factor)[dim] != 1:
-                node.replace_input_with(factor, flow.to_spread(node, factor, axis.at(dim)))
-    result = axis.at(len(shape(node)) + from_right[0])
+        _spread_along(flow, node, factors, axis, from_right[0])
     if op_name(node) in _WITH_BIAS:
-        _spread_bias(flow, node, result)
-    return result
-
-
-def _spread_bias(flow: TokenFlow, node: fx.Node, result: TokenAxis) -> None:
-    bias = node.args[0]
-    assert isinstance(bias, fx.Node)
-    dim = result.dim - len(shape(node)) + len(shape(bias))
-    if bias in flow.axes or dim >= 0 and shape(bias)[dim] != 1:
-        node.update_arg(0, flow.to_spread(node, bias, result.at(dim)))
-
-
-def _norm(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    value = _first(flow, node)
-    axis = flow.axes[value]
-    if axis.dim >= len(shape(value)) - len(argument(node, "normalized_shape")):
-        flow.refuse(node, "it normalizes over the tokens")
-    return axis
+        _spread_along(flow, node, node.all_input_nodes[:1], axis, from_right[0])
+    return axis.at(len(shape(node)) + from_right[0])
 
 
 def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
@@ -293,7 +228,7 @@ def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 def _index_select(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     value, index = argument(node, "self"), argument(node, "index")
-    (dim,) = _dims(node)
+    (dim,) = dims(node)
     axis, picked = flow.axes.get(value), flow.axes.get(index)
     if picked is not None and axis is None:
         return picked.at(dim)
@@ -305,7 +240,7 @@ def _index_select(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     """Return the token dim of gather or scatter along another dim: index and source must be sharded over the same tokens."""
     axis = flow.axes[flow.spread_inputs(node)[0]]
-    if _dims(node) == (axis.dim,):
+    if dims(node) == (axis.dim,):
         flow.refuse(node, "it picks tokens by number")
     for value in node.all_input_nodes:
         node.replace_input_with(value, flow.to_spread(node, value, axis))
@@ -321,9 +256,7 @@ def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     if axis is None or axis.dim != len(shape(query)) - 2 or not axis.plain:
         flow.refuse(node, "its queries are whole, or not in the dim before the last")
     if mask is not None:
-        dim = len(shape(mask)) - 2
-        if mask in flow.axes or dim >= 0 and shape(mask)[dim] != 1:
-            set_argument(node, "attn_mask", flow.to_spread(node, mask, axis.at(dim)))
+        _spread_along(flow, node, (mask,), axis, -2)
     return axis
 
 
@@ -355,36 +288,21 @@ def _same_value(flow: TokenFlow, node: fx.Node) -> None:
 
 
 _WITH_BIAS = aten_ops("addmm baddbmm")
-_UNTAGGED_POINTWISE = aten_ops(
-    "to _to_copy type_as contiguous alias detach dropout native_dropout bernoulli zeros_like ones_like full_like rand_like "
-    "randn_like empty_like expand_as masked_fill fill lift_fresh_copy log_sigmoid logsigmoid softsign broadcast_tensors"
-)
 _TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
-    (_UNTAGGED_POINTWISE, _pointwise),
-    (aten_ops("softmax _softmax log_softmax _log_softmax topk sort argsort cumsum cumprod flip glu"), _along),
-    (aten_ops("chunk split split_with_sizes tensor_split narrow"), _along),
-    (
-        aten_ops(
-            "sum mean amax amin max min argmax argmin prod var std norm linalg_vector_norm logsumexp any all median"
-        ),
-        _reduction,
-    ),
+    (aten_ops("native_dropout expand_as broadcast_tensors"), _pointwise),
+    (PASSING - aten_ops("roll"), _passed),
+    (aten_ops("chunk split split_with_sizes tensor_split narrow glu"), _along),
     (aten_ops("select unbind"), _removed_dim),
     (aten_ops("slice"), _slice),
-    (aten_ops("pad constant_pad_nd"), _pad),
     (aten_ops("view reshape _unsafe_view flatten squeeze unsqueeze"), _view),
     (aten_ops("view_as reshape_as"), _view_as),
     (aten_ops("unflatten"), _unflatten),
     (aten_ops("expand"), _expand),
-    (aten_ops("transpose"), _transpose),
-    (aten_ops("permute"), _permute),
     (aten_ops("repeat"), _repeat),
     (aten_ops("repeat_interleave"), _repeat_interleave),
-    (aten_ops("cat"), _cat),
-    (aten_ops("stack"), _stack),
+    (aten_ops("cat stack"), _joined),
     (aten_ops("linear"), _linear),
     (aten_ops("matmul mm bmm addmm baddbmm"), _matmul),
-    (aten_ops("layer_norm rms_norm native_layer_norm"), _norm),
     (aten_ops("embedding"), _embedding),
     (aten_ops("one_hot view_as_real view_as_complex"), _like_first),
     (aten_ops("index"), _index),

@@ -16,15 +16,15 @@ from torch import fx
 
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.ir.compat import storage_of
-from mmcompile.ir.graph import Component, ModelGraph, annotate, info
+from mmcompile.ir.graph import Component, ModelGraph, Place, annotate, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost.cost_table import SIZED, CostTable, GrowingCost
 from mmcompile.passes.cost.op_backward import backward_kernels, is_joint
 from mmcompile.passes.cost.op_flops import ATTENTION, keys_and_values, op_flops
-from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences
+from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences, load_of
 from mmcompile.passes.cost.op_memory import EXCHANGES, Saved, is_view, saved_for_backward
 from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
-from mmcompile.passes.shared_values import Place, needing_layers
+from mmcompile.passes.shared_values import needing_layers
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors, written
 
 Work = Counter[tuple[str, Growth]]
@@ -68,7 +68,7 @@ class Cost(Analysis[CostTable]):
         _keep_stateful(places, sums)
         _add_crossing(graph, places, growths, sums)
         growing = {component.name: _growing(graph, component, sums) for component in graph.components}
-        loads = {name: found.load for name, found in sequences.items()}
+        loads = {name: load_of(found) for name, found in sequences.items()}
         return CostTable(
             layers={name: tuple(cost.total for cost in costs) for name, costs in growing.items()},
             loads=loads,
@@ -82,15 +82,14 @@ def _total(work: Work, name: str) -> int:
 
 
 class _Meter:
-    """Measures the work and memory of single nodes of one graph."""
+    """Measures the work and memory of single nodes of one graph.
+
+    Args:
+        graph: annotated by gradient-flow.
+        fixed: nodes made of parameters, buffers and constants only.
+    """
 
     def __init__(self, graph: ModelGraph, fixed: set[fx.Node]) -> None:
-        """Prepare to measure the nodes of a graph.
-
-        Args:
-            graph: annotated by gradient-flow.
-            fixed: nodes made of parameters, buffers and constants only.
-        """
         self._trainable = trainable_names(graph)
         self._fixed = fixed
         attributes = [node for node in graph.module.graph.nodes if node.op == "get_attr" and "val" in node.meta]
@@ -133,7 +132,10 @@ class _Meter:
             work["input_grad_flops", growth] += flops.joint
         if not is_view(node):
             work["kernels", Growth.FIXED] += 1
-            _add_forward_bytes(node, growths, work)
+            results = sum(map(num_bytes, tensors(node)))
+            is_lookup = op_name(node) in _LOOKUPS  # reads the rows it returns, not the whole table
+            work["forward_bytes", growths.size(node)] += 2 * results if is_lookup else results
+            _add_bytes("forward_bytes", node.all_input_nodes[1 if is_lookup else 0 :], growths, work)
         if info(node).carries_gradient:
             self._add_backward(node, growths, work)
         _add_shares(node, growths, work)
@@ -151,21 +153,11 @@ class _Meter:
             _add_bytes("backward_bytes", kernel, growths, work)
 
 
-def _node_bytes(node: fx.Node) -> int:
-    return sum(min(num_bytes(tensor), storage_bytes(tensor)) for tensor in tensors(node))
-
-
 def _add_bytes(name: str, nodes: Iterable[fx.Node], growths: Growths, work: Work) -> None:
     for node in nodes:
         if "val" in node.meta:
-            work[name, growths.size(node)] += _node_bytes(node)
-
-
-def _add_forward_bytes(node: fx.Node, growths: Growths, work: Work) -> None:
-    results = sum(num_bytes(tensor) for tensor in tensors(node))
-    is_lookup = op_name(node) in _LOOKUPS  # reads the rows it returns, not the whole table
-    work["forward_bytes", growths.size(node)] += 2 * results if is_lookup else results
-    _add_bytes("forward_bytes", node.all_input_nodes[1 if is_lookup else 0 :], growths, work)
+            size = sum(min(num_bytes(tensor), storage_bytes(tensor)) for tensor in tensors(node))
+            work[name, growths.size(node)] += size
 
 
 def _is_kept(node: fx.Node) -> bool:
@@ -261,41 +253,28 @@ def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:
     """Return nodes computed from parameters, buffers and constants only; a gradient of such a node is a weight gradient."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "get_attr" or (
-            node.op == "call_function" and all(source in found for source in node.all_input_nodes)
-        ):
+        if node.op == "get_attr" or node.op == "call_function" and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
 
 
 def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
     """Return the layer of every `call_function` node; a shared node has the layer of its first reader, or of the loss."""
-    nodes = [node for node in graph.module.graph.nodes if node.op == "call_function"]
-    order = {node: index for index, node in enumerate(nodes)}
     last: Place = (graph.loss_component, len(graph.component(graph.loss_component).layers) - 1)
     first_reader: dict[fx.Node, fx.Node] = {}
-    for node in reversed(nodes):
+    for node in reversed(graph.calls):
         if not info(node).shared:
             first_reader[node] = node
-            continue
-        readers = [first_reader[user] for user in node.users if user in first_reader]
-        if readers:
-            first_reader[node] = min(readers, key=order.__getitem__)
-    places: dict[fx.Node, Place] = {}
-    for node in nodes:
-        reader = first_reader.get(node)
-        places[node] = last if reader is None else (str(info(reader).component), info(reader).layer)
-    return places
+        elif readers := [first_reader[user] for user in node.users if user in first_reader]:
+            first_reader[node] = min(readers)
+    found = {node: place for place, nodes in graph.layer_nodes().items() for node in nodes}
+    return {node: found[first_reader[node]] if node in first_reader else last for node in graph.calls}
 
 
 def _add_crossing(
     graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add `output_bytes` of every layer (component, i).
-
-    They are the bytes made in layers <= i and read in later layers; for the last layer, the bytes read outside the
-    component.
-    """
+    """Add `output_bytes` of every layer: bytes made up to it and read later; for the last layer, by other components."""
     last = {component.name: len(component.layers) - 1 for component in graph.components}
     for node, (component, layer) in places.items():
         if info(node).shared:
@@ -305,13 +284,11 @@ def _add_crossing(
         cuts = list(range(layer, within))
         cuts += [last[component]] if any(reader.component != component for reader in readers) else []
         for cut in cuts:
-            size = sum(num_bytes(tensor) for tensor in tensors(node))
-            sums[component, cut]["output_bytes", growths[component].size(node)] += size
+            sums[component, cut]["output_bytes", growths[component].size(node)] += sum(map(num_bytes, tensors(node)))
 
 
 def _growing(graph: ModelGraph, component: Component, sums: Mapping[Place, Work]) -> tuple[GrowingCost, ...]:
-    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
-    costs = []
+    specs, costs = graph.specs, []
     for layer in component.layers:
         own = {specs[name].name: specs[name] for name in layer.parameters}.values()
         work = Counter(sums.get((component.name, layer.index), Work()))

@@ -10,9 +10,8 @@ from torch import fx
 
 from mmcompile.ir.graph import ModelGraph, info
 from mmcompile.passes.base import Analysis, Fact
-from mmcompile.passes.cost.op_flops import passed
 from mmcompile.passes.gradient_flow import trainable_names
-from mmcompile.passes.values import op_name
+from mmcompile.passes.values import argument, op_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +41,13 @@ class DeferredWeights(Analysis[Mapping[fx.Node, DeferredWeight]]):
         """Return the products whose weight gradient can be deferred."""
         trainable = trainable_names(graph)
 
-        def trains(node: object) -> bool:
-            return isinstance(node, fx.Node) and node.op == "get_attr" and str(node.target) in trainable
+        def trains(node: fx.Node | None) -> bool:
+            return node is not None and node.op == "get_attr" and str(node.target) in trainable
 
         found: dict[fx.Node, DeferredWeight] = {}
-        for node in graph.module.graph.nodes:
-            if node.op == "call_function" and op_name(node) == "aten.linear" and info(node).carries_gradient:
-                given = passed(node)
-                x, weight, bias = given["input"], given["weight"], given.get("bias")
-                if trains(weight) and isinstance(weight, fx.Node) and isinstance(x, fx.Node) and x.op != "get_attr":
-                    found[node] = DeferredWeight(
-                        x=x, weight=weight, bias=bias if trains(bias) and isinstance(bias, fx.Node) else None
-                    )
+        for node in graph.calls:
+            if op_name(node) == "aten.linear" and info(node).carries_gradient:
+                x, weight, bias = (argument(node, name) for name in ("input", "weight", "bias"))
+                if trains(weight) and x.op != "get_attr":
+                    found[node] = DeferredWeight(x=x, weight=weight, bias=bias if trains(bias) else None)
         return found

@@ -34,12 +34,16 @@ def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool])
     A kernel that reads the values kept by the forward is `[node, *inputs]`.
 
     Args:
-        node: the node.
         carries: `carries(reader, source)` returns whether the backward of `reader` makes a gradient for its input
             `source`.
     """
     wanted = [source for source in node.all_input_nodes if carries(node, source)]
-    return [kernel for source in wanted for kernel in _for_input(node, source)] + _sums(node, carries)
+    kernels = [kernel for source in wanted for kernel in _for_input(node, source)]
+    if len(tensors(node)) != 1:
+        return kernels
+    # Gradients that several readers return are added up.
+    readers = sum(carries(user, node) for user in node.users if user.op == "call_function")
+    return kernels + [[node, node, node]] * (readers - 1)
 
 
 def is_joint(node: fx.Node) -> bool:
@@ -59,12 +63,10 @@ def _for_input(node: fx.Node, source: fx.Node) -> list[Kernel]:
     if name in _SCALES:
         others = [other for other in node.all_input_nodes if other is not source] or [source]
         return [[node, *others, node], *_unbroadcast(node, source)]
-    if name in _PARTS or name == "aten.expand":
+    if name in _PARTS or name == "aten.expand" or name in _CASTS and not is_view(node):
         return [[node, source]]
     if is_view(node):
         return []
-    if name in _CASTS:
-        return [[node, source]]
     return _unbroadcast(node, source) if name in _PASSES_GRADIENT else []
 
 
@@ -73,11 +75,3 @@ def _unbroadcast(node: fx.Node, source: fx.Node) -> list[Kernel]:
     is_smaller = sum(map(num_bytes, tensors(source))) < sum(map(num_bytes, tensors(node)))
     joins = op_name(node) in aten_ops("cat stack")
     return [[node, source]] if is_smaller and not joins else []
-
-
-def _sums(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
-    """Return the kernels that add up the gradients that several readers of `node` return."""
-    if len(tensors(node)) != 1:
-        return []
-    readers = sum(carries(user, node) for user in node.users if user.op == "call_function")
-    return [[node, node, node]] * (readers - 1)

@@ -39,8 +39,7 @@ class OpCosts(Analysis[int]):
 
     def run(self, graph: ModelGraph) -> int:
         """Set the rules, and return the number of nodes that have one."""
-        calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
-        found = [node for node in calls if op_name(node) in self.rules]
+        found = [node for node in graph.calls if op_name(node) in self.rules]
         for node in found:
             annotate(node, flops_rule=self.rules[op_name(node)])
         return len(found)

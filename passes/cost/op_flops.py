@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from mmcompile.ir.graph import META_KEY
 from mmcompile.ir.nodes import token_positions
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_flops, bitfield_attention_flops
-from mmcompile.passes.values import arguments, concrete_shape, op_name, tensors
+from mmcompile.passes.values import aten_ops, op_name, passed, shape, tensors
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -55,21 +55,10 @@ def op_flops(node: fx.Node) -> OpFlops:
     return rule(node) if rule else _NOTHING
 
 
-def passed(node: fx.Node) -> Mapping[str, object]:
-    """Return the arguments that a call of an ATen or custom op passes, by the names of the op's schema."""
-    return {argument.name: value for argument, value in arguments(node)}
-
-
-def _shape_of(node: fx.Node) -> Shape:
-    """Return the shape of a node's first tensor, in the captured batch."""
-    return concrete_shape(tensors(node)[0])
-
-
 def _linear(node: fx.Node) -> OpFlops:
-    given = passed(node)
-    source, weight = _node(given["input"]), _node(given["weight"])
-    size_out, size_in = _shape_of(weight)
-    rows = prod(_shape_of(source)) // size_in
+    source, weight = _operands(node, "input", "weight")
+    size_out, size_in = shape(weight)
+    rows = prod(shape(source)) // size_in
     return OpFlops(
         forward=_mm(rows, size_in, size_out),
         operands=((source, _mm(rows, size_out, size_in)), (weight, _mm(size_out, rows, size_in))),
@@ -98,9 +87,8 @@ def _product(first: str, second: str) -> FlopsRule:
     """Return the rule of a matrix product of the arguments so named; the gradient of each costs as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
-        given = passed(node)
-        left, right = _node(given[first]), _node(given[second])
-        left_shape, right_shape = _shape_of(left), _shape_of(right)
+        left, right = _operands(node, first, second)
+        left_shape, right_shape = shape(left), shape(right)
         rows, inner = (1, *left_shape)[-2:]
         columns = right_shape[-1] if len(right_shape) > 1 else 1
         batch = prod(torch.broadcast_shapes(left_shape[:-2], right_shape[:-2]))
@@ -117,9 +105,8 @@ def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
     """
 
     def rule(node: fx.Node) -> OpFlops:
-        given = passed(node)
-        source, weight = _node(given["input"]), _node(given["weight"])
-        x, w, out = _batched(_shape_of(source), dims), _shape_of(weight), _batched(_shape_of(node), dims)
+        source, weight = _operands(node, "input", "weight")
+        x, w, out = _batched(shape(source), dims), shape(weight), _batched(shape(node), dims)
         unread = (None, None, None, None)  # bias, stride, padding, dilation
 
         def backward(mask: tuple[bool, bool, bool]) -> int:
@@ -127,7 +114,7 @@ def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
             return formula(out, x, w, *unread, transposed, None, None, mask, out_val=(x, w, None))
 
         forward = flop_registry[aten.convolution](x, w, *unread, transposed, out_val=out)
-        groups = given.get("groups", 1)
+        groups = passed(node).get("groups", 1)
         assert isinstance(groups, int)
         input_grad, weight_grad = backward((True, False, False)), backward((False, True, False)) // groups
         return OpFlops(forward=forward, operands=((source, input_grad), (weight, weight_grad)))
@@ -137,11 +124,8 @@ def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
 
 def _solve_triangular(node: fx.Node) -> OpFlops:
     """Count the forward of a triangular solve as 0, as torch does; the gradient of the matrix is one product."""
-    given = passed(node)
-    matrix, solution = _node(given["self"]), _shape_of(node)
-    (*batch, rows, columns) = solution
-    outer = _bmm(prod(batch), rows, columns, rows)
-    return OpFlops(operands=((matrix, outer),))
+    (matrix,), (*batch, rows, columns) = _operands(node, "self"), shape(node)
+    return OpFlops(operands=((matrix, _bmm(prod(batch), rows, columns, rows)),))
 
 
 def _batched(shape: Shape, dims: int) -> Shape:
@@ -149,11 +133,10 @@ def _batched(shape: Shape, dims: int) -> Shape:
 
 
 def _attention(node: fx.Node) -> OpFlops:
-    given = passed(node)
-    operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
-    given_shapes = [_shape_of(operand) for operand in operands]
-    batch = prod(torch.broadcast_shapes(*(shape[:-3] for shape in given_shapes)))
-    query, key, value = ((batch, *shape[-3:]) for shape in given_shapes)
+    operands = _operands(node, *_ATTENDING[op_name(node)])
+    sizes = [shape(operand) for operand in operands]
+    batch = prod(torch.broadcast_shapes(*(own[:-3] for own in sizes)))
+    query, key, value = ((batch, *own[-3:]) for own in sizes)
     forward, backward = _attend(query, key, value)
     return OpFlops(forward=forward, joint=backward, joint_operands=operands)
 
@@ -161,10 +144,13 @@ def _attention(node: fx.Node) -> OpFlops:
 def _bitfield_attention(node: fx.Node) -> OpFlops:
     """Count the visible pairs of the mask words if the words' values are available; else all pairs, as with a dense mask."""
     given = passed(node)
-    operands = tuple(_node(given[name]) for name in ("q", "k", "v"))
+    operands = _operands(node, *_ATTENDING[op_name(node)])
     q, k, v = (tensors(operand)[0] for operand in operands)
     out, lse = tensors(node)
-    call = (*_mask(given), given["scale"], given["window"], given["impl"])
+    words = _operands(node, "words", "positions", "kv_words", "kv_positions")
+    # Positions in natural order (0, 1, 2, ...) are None.
+    mask = (None if source.target is token_positions else tensors(source)[0] for source in words)
+    call = (*mask, given["scale"], given["window"], given["impl"])
     return OpFlops(
         forward=bitfield_attention_flops(q, k, v, *call),
         joint=bitfield_attention_backward_flops(out, None, q, k, v, out, lse, *call),
@@ -172,44 +158,33 @@ def _bitfield_attention(node: fx.Node) -> OpFlops:
     )
 
 
-def _mask(given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
-    """Return (words, positions) of the queries, then of the keys. Positions in natural order (0, 1, 2, ...) are None."""
-    nodes = [_node(given[name]) for name in ("words", "positions", "kv_words", "kv_positions")]
-    return tuple(None if node.target is token_positions else tensors(node)[0] for node in nodes)
-
-
 def _packed_attention(node: fx.Node) -> OpFlops:
     """Count block-diagonal attention over [1, heads, tokens, dim]: each segment attends to itself only."""
-    given = passed(node)
-    operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
-    query, key, value = (_shape_of(operand) for operand in operands)
+    operands = _operands(node, *_ATTENDING[op_name(node)])
+    sizes = [shape(operand) for operand in operands]
     forward = backward = 0
-    for size in _segments(_node(given["cu_seqlens"]), query[-2]):
-        q, k, v = ((*shape[:-2], size, shape[-1]) for shape in (query, key, value))
+    for size in _segments(node, sizes[0][-2]):
+        q, k, v = ((*own[:-2], size, own[-1]) for own in sizes)
         flops = _attend(q, k, v)
         forward, backward = forward + flops[0], backward + flops[1]
     return OpFlops(forward=forward, joint=backward, joint_operands=operands)
 
 
-def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Return segment lengths: the real ones if `cu_seqlens` is computed from constants, else equal parts.
+def _segments(node: fx.Node, num_tokens: int) -> Sequence[int]:
+    """Return segment lengths of packed attention: the real ones if they are computed from constants, else equal parts.
 
-    [Approximation]
-
-    Equal lengths give the least work for that many segments; windows of one size, the usual case, are close to it.
+    [Approximation] Equal lengths are the least work of that many segments; windows of one size, the usual case, are close.
     """
+    (cu_seqlens,) = _operands(node, "cu_seqlens")
     known = _constant(cu_seqlens)
     if known is not None:
         return [int(length) for length in known.diff()]
-    count = max(1, _shape_of(cu_seqlens)[0] - 1)
+    count = max(1, shape(cu_seqlens)[0] - 1)
     return [num_tokens // count + (index < num_tokens % count) for index in range(count)]
 
 
 def _constant(node: fx.Node) -> Any:
-    """Return the value of a constant of the graph, or one computed from constants alone; None for any other node.
-
-    The result is None for tensors without values (fake, meta) too.
-    """
+    """Return the value of a constant, or of a node computed from constants alone; None for others, and without values (meta)."""
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(node.graph.owning_module)
         return value if type(value) is torch.Tensor and value.device.type != "meta" else None
@@ -224,18 +199,16 @@ def _constant(node: fx.Node) -> Any:
 
 
 def _einsum(node: fx.Node) -> OpFlops:
-    """Count the FLOPs of an einsum, which torch contracts pair by pair from left to right.
-
-    A pair without a contracted dim is an elementwise product, which counts 0.
+    """Count the FLOPs of an einsum, which torch contracts pair by pair from left to right; elementwise products count 0.
 
     With more than two operands the backward is counted for all of them together, as two products per pair.
     """
     given = passed(node)
-    nodes = [_node(operand) for operand in given["tensors"]]  # type: ignore[attr-defined]
-    terms, output = _einsum_labels(str(given["equation"]), [len(_shape_of(operand)) for operand in nodes])
+    nodes = [_node(operand) for operand in given["tensors"]]
+    terms, output = _einsum_labels(str(given["equation"]), [len(shape(operand)) for operand in nodes])
     size: dict[str, int] = {}
     for term, operand in zip(terms, nodes, strict=True):
-        for label, extent in zip(term, _shape_of(operand), strict=True):
+        for label, extent in zip(term, shape(operand), strict=True):
             size[label] = max(extent, size.get(label, 1))
     done, total = set(terms[0]), 0
     for index, term in enumerate(terms[1:], start=1):
@@ -269,6 +242,12 @@ def _region(node: fx.Node) -> OpFlops:
     return OpFlops(forward=sum(op_flops(child).forward for child in body.graph.nodes if child.op == "call_function"))
 
 
+def _operands(node: fx.Node, *names: str) -> tuple[fx.Node, ...]:
+    """Return the arguments so named of a call, which are tensors."""
+    values = passed(node)
+    return tuple(_node(values[name]) for name in names)
+
+
 def _node(value: object) -> fx.Node:
     assert isinstance(value, fx.Node), f"expected a tensor of the graph, got {value!r}"
     return value
@@ -279,11 +258,9 @@ def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
     name = op_name(node)
     if name not in ATTENTION:
         return None
-    given = passed(node)
-    first, second = ("query", "key") if "query" in given else ("q", "k")
-    query, key = _shape_of(_node(given[first])), _shape_of(_node(given[second]))
+    query, key = map(shape, _operands(node, *_ATTENDING[name][:2]))
     if name == "mmcompile.packed_attention":
-        lengths = tuple(_segments(_node(given["cu_seqlens"]), query[-2]))
+        lengths = tuple(_segments(node, query[-2]))
         return lengths, lengths
     count = prod(torch.broadcast_shapes(query[:-3], key[:-3]))
     return (query[-2],) * count, (key[-2],) * count
@@ -291,18 +268,17 @@ def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
 
 def keys_and_values(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the key and value nodes of an attention op; () for other ops."""
-    if op_name(node) not in ATTENTION:
-        return ()
-    given = passed(node)
-    return tuple(_node(given[name]) for name in (("key", "value") if "key" in given else ("k", "v")))
+    return _operands(node, *_ATTENDING.get(op_name(node), ())[1:])
 
 
-ATTENTION = frozenset(
-    {"aten.scaled_dot_product_attention", "mmcompile.bitfield_attention", "mmcompile.packed_attention"}
-)
-PRODUCTS = frozenset(
-    f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "einsum")
-)
+_ATTENDING = {
+    "aten.scaled_dot_product_attention": ("query", "key", "value"),
+    "mmcompile.bitfield_attention": ("q", "k", "v"),
+    "mmcompile.packed_attention": ("query", "key", "value"),
+}
+"""Attention op -> names of its queries, keys and values."""
+ATTENTION = frozenset(_ATTENDING)
+PRODUCTS = aten_ops("matmul mm bmm mv dot addmm baddbmm addbmm einsum")
 """Names of ops that multiply two matrices, both of which may be activations."""
 
 _RULES: Mapping[str, FlopsRule] = {

@@ -7,12 +7,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import IntEnum
 from functools import cache
 from math import prod
 
+import networkx as nx
 import sympy
 from torch import fx
 
@@ -21,7 +21,7 @@ from mmcompile.ir.graph import Component, ComponentKind, ModelGraph, info
 from mmcompile.ir.sizes import Shape
 from mmcompile.passes.cost.op_flops import PRODUCTS, attention_lengths, op_flops
 from mmcompile.passes.cost.op_memory import is_view
-from mmcompile.passes.values import aten_ops, concrete_shape, op_name, tensors
+from mmcompile.passes.values import aten_ops, concrete_shape, op_name, shape, tensors
 
 # The last dim of their result is a width of the model, whatever its size.
 _WIDE = aten_ops("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm")
@@ -37,22 +37,19 @@ class Growth(IntEnum):
     SQUARES = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sequences:
-    """Sequences whose tokens attend to each other within a component: images, audio clips, samples."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def load(self) -> Load:
-        """Return the load of the sequences: the sum of their lengths, and the sum of the squared lengths."""
-        return Load(tokens=float(sum(self.lengths)), squares=float(sum(length * length for length in self.lengths)))
+Lengths = tuple[int, ...]
+"""Lengths of the sequences whose tokens attend to each other within a component: images, audio clips, samples."""
 
 
-def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Sequences]:
-    """Return the sequences of every component in the captured batch.
+def load_of(lengths: Lengths) -> Load:
+    """Return the load of sequences: the sum of their lengths, and the sum of the squared lengths."""
+    return Load(tokens=float(sum(lengths)), squares=float(_pairs(lengths)))
 
-    The sequences are read from the self-attention with the most pairs (so an encoder with windowed and full attention
+
+def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Lengths]:
+    """Return the lengths of the sequences of every component in the captured batch.
+
+    They are read from the self-attention with the most pairs (so an encoder with windowed and full attention
     has images, not windows). A component without attention, such as a projector, has the sequences of its producer;
     without a producer, those of its output [sequences, rows, features].
 
@@ -60,80 +57,54 @@ def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]
         graph: the captured graph.
         components: name -> its `call_function` nodes, those made of parameters alone left out.
     """
-    found: dict[str, Sequences] = {}
+    found: dict[str, Lengths] = {}
     producers = {consumer: producer for producer, consumer, _ in reversed(graph.edges)}
-    for name in _topological(graph):
-        component = graph.component(name)
-        own = _attending(components[name]) if component.kind != ComponentKind.PROJECTOR else None
-        fed = found.get(producers[name]) if name in producers else None
-        found[name] = own or fed or _handed_on(graph, component, components[name])
+    position = {component.name: index for index, component in enumerate(graph.components)}
+    for generation in nx.topological_generations(graph.dag()):
+        for name in sorted(generation, key=position.__getitem__):
+            component = graph.component(name)
+            seen = components[name] if component.kind != ComponentKind.PROJECTOR else ()
+            own = max(filter(None, map(_self_lengths, seen)), key=_pairs, default=None)
+            found[name] = own or found.get(producers.get(name, "")) or _handed_on(graph, component, components[name])
     return found
 
 
-def _topological(graph: ModelGraph) -> list[str]:
-    order: list[str] = []
-    waiting = [component.name for component in graph.components]
-    while waiting:
-        done = set(order)
-        ready = [
-            name
-            for name in waiting
-            if all(producer in done for producer, consumer, _ in graph.edges if consumer == name)
-        ]
-        order += ready or waiting  # a cycle is the modality-dag pass's to refuse
-        waiting = [name for name in waiting if name not in order]
-    return order
-
-
-def _attending(nodes: Iterable[fx.Node]) -> Sequences | None:
-    """Return the sequences in the self-attention with the most (query, key) pairs; None if no node is self-attention."""
-    best: tuple[int, ...] | None = None
-    for lengths in filter(None, map(_self_lengths, nodes)):
-        if best is None or _pairs(lengths) > _pairs(best):
-            best = lengths
-    return None if best is None else Sequences(lengths=best)
-
-
-def _pairs(lengths: tuple[int, ...]) -> int:
+def _pairs(lengths: Lengths) -> int:
     return sum(length * length for length in lengths)
 
 
-def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
+def _self_lengths(node: fx.Node) -> Lengths | None:
     """Return the lengths of the sequences in a self-attention node, or in a softmax of written-out scores; else None."""
     lengths = attention_lengths(node)
     if lengths is not None:
         queries, keys = lengths
         return queries if queries == keys else None
     if op_name(node) in ("aten.softmax", "aten._softmax"):
-        shape = concrete_shape(tensors(node)[0])
-        if len(shape) >= 3 and shape[-1] == shape[-2]:
-            return (shape[-1],) * (shape[0] if len(shape) > 3 else 1)
+        scores = shape(node)
+        if len(scores) >= 3 and scores[-1] == scores[-2]:
+            return (scores[-1],) * (scores[0] if len(scores) > 3 else 1)
     return None
 
 
-def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Sequences:
+def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Lengths:
     """Return the sequences of a component without attention: from its first tensor that others read, else its first tensor."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
-    shapes = [shape for node in flowing for shape in map(concrete_shape, tensors(node)[:1]) if len(shape) > 1]
-    if not shapes:
-        return Sequences(lengths=(1,))
-    count = prod(shapes[0][:-2]) if len(shapes[0]) > 2 else 1
-    return Sequences(lengths=(shapes[0][-2],) * count)
+    shapes = [own for node in flowing for own in map(concrete_shape, tensors(node)[:1]) if len(own) > 1]
+    return (shapes[0][-2],) * prod(shapes[0][:-2]) if shapes else (1,)
 
 
 class Growths:
-    """Finds how the size and work of nodes of one component grow with its load."""
+    """Finds how the size and work of nodes of one component grow with its load.
 
-    def __init__(self, sequences: Sequences, fixed: set[fx.Node]) -> None:
-        """Prepare to find the growth of nodes of one component.
+    Args:
+        lengths: lengths of the component's sequences.
+        fixed: nodes made of parameters, buffers and constants only.
+    """
 
-        Args:
-            sequences: sequences of the component.
-            fixed: nodes made of parameters, buffers and constants only.
-        """
-        self._count = len(sequences.lengths)
-        self._rows = {size for size in (max(sequences.lengths), sum(sequences.lengths)) if size > 1}
+    def __init__(self, lengths: Lengths, fixed: set[fx.Node]) -> None:
+        self._count = len(lengths)
+        self._rows = {size for size in (max(lengths), sum(lengths)) if size > 1}
         self._fixed = fixed
         self._known: dict[fx.Node, Growth] = {}
 
@@ -142,7 +113,8 @@ class Growths:
         pending = [node]
         while pending:  # not recursive: graphs are deep
             current = pending[-1]
-            unknown = [source for source in self._asked(current) if source not in self._known]
+            asked = current.all_input_nodes if current.op == "call_function" and current not in self._fixed else ()
+            unknown = [source for source in asked if source not in self._known]
             if current not in self._known and unknown:
                 pending += unknown
                 continue
@@ -150,9 +122,6 @@ class Growths:
             if current not in self._known:
                 self._known[current] = self._size(current)
         return self._known[node]
-
-    def _asked(self, node: fx.Node) -> Iterable[fx.Node]:
-        return node.all_input_nodes if node.op == "call_function" and node not in self._fixed else ()
 
     def work(self, node: fx.Node) -> Growth:
         """Return the growth of a node's FLOPs with the load of its component."""
@@ -201,14 +170,13 @@ class Growths:
         """Return whether two dims of a node have the length of a sequence, so that its elements may be pairs of tokens."""
         if node.meta.get("val") is None:
             return False
-        shapes = [concrete_shape(tensor) for tensor in tensors(node)]
-        return any(shape.count(rows) >= 2 for shape in shapes for rows in self._rows)
+        return any(own.count(rows) >= 2 for own in map(concrete_shape, tensors(node)) for rows in self._rows)
 
 
 @cache
-def _by_symbols(shape: Shape) -> Growth | None:
+def _by_symbols(sizes: Shape) -> Growth | None:
     """Return the growth of a shape's number of elements, found by doubling its size symbols; None if it has none."""
-    count = sympy.sympify(prod(shape))
+    count = sympy.sympify(prod(sizes))
     symbols = sorted(count.free_symbols, key=str)
     if not symbols:
         return None

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import fx
 
 from mmcompile.ir.compat import storage_of
 from mmcompile.passes.cost.op_flops import op_flops
-from mmcompile.passes.values import (
-    aliased,
-    aten_ops,
-    concrete_shape,
-    num_bytes,
-    op_name,
-    storage_bytes,
-    tensors,
-    written,
-)
+from mmcompile.passes.values import aliased, aten_ops, num_bytes, op_name, shape, storage_bytes, tensors, written
 
 _FLOAT32_BYTES = 4
 
@@ -115,16 +107,13 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
     if name in _SAVES_RESULT:
         return _results(node)[:1]
     if name in _SAVES_OTHER:
-        return _of(
-            [source for source in inputs if any(carries(other) for other in _others(node, source))], floating=True
-        )
-    if name in _ATTENTION:  # and its result
-        return (*_of(inputs, floating=True), *_results(node)[:1])
-    if name in _SAVES_ALL:
-        return (*_of(inputs, floating=True), *_of(inputs, floating=False), *_results(node))
+        return _of([source for source in inputs if any(map(carries, _others(node, source)))], floating=True)
     if name in LOSSES:
         return _of(inputs, floating=False)
-    return _of(inputs, floating=True)
+    floats = _of(inputs, floating=True)
+    if name in _ATTENTION:  # and its result
+        return (*floats, *_results(node)[:1])
+    return (*floats, *_of(inputs, floating=False), *_results(node)) if name in _SAVES_ALL else floats
 
 
 def _others(node: fx.Node, source: fx.Node) -> list[fx.Node]:
@@ -158,14 +147,11 @@ def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
     name = op_name(node)
     values = tensors(node)
     if name in _ROW_STATISTICS:
-        (source, *_) = tensors(node.all_input_nodes[0])
-        rows = num_bytes(source) // source.element_size() // concrete_shape(source)[-1]
-        return [(node, _ROW_STATISTICS[name] * _FLOAT32_BYTES * rows)]
+        return [(node, _ROW_STATISTICS[name] * _FLOAT32_BYTES * prod(shape(node.all_input_nodes[0])[:-1]))]
     if name in _ATTENTION:  # log-sum-exp of each row, and boolean masks made into a bias
-        rows = num_bytes(values[0]) // values[0].element_size() // concrete_shape(values[0])[-1]
         masks = [(owner, mask) for owner, mask in _of(node.all_input_nodes, floating=False) if mask.dtype == torch.bool]
         biases = [(owner, storage_bytes(mask) * values[0].element_size()) for owner, mask in masks]
-        return [(node, _FLOAT32_BYTES * rows), *biases]
+        return [(node, _FLOAT32_BYTES * prod(shape(node)[:-1])), *biases]
     if name in LOSSES:  # log-probabilities, as large as the logits, and the sum of the weights
         source = node.all_input_nodes[0]
         (logits, *_) = tensors(source)

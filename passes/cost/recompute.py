@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import fx
+
 from mmcompile.config import Recompute
-from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.ir.graph import ModelGraph, Place
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost.op_flops import op_flops
 from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
-from mmcompile.passes.shared_values import Place
 from mmcompile.passes.values import written
 
 
@@ -35,17 +36,12 @@ class Recomputed(Analysis[Mapping[Place, Recompute]]):
         if all(mode == "none" for mode in self.modes.values()):
             return {}
         trainable = trainable_names(graph)
-        worth: set[Place] = set()
-        stateful: set[Place] = set()
-        for node in graph.module.graph.nodes:
-            if node.op != "call_function" or info(node).shared:
-                continue
-            place = component_of(node), info(node).layer
+
+        def has_work(node: fx.Node) -> bool:
             work = op_flops(node)
-            operands = [*(operand for operand, _ in work.operands), *work.joint_operands]
-            if any(makes_gradient(node, operand, trainable) for operand in operands):
-                worth.add(place)
-            if written(node):
-                stateful.add(place)
-        may = worth - stateful
+            operands = (*(operand for operand, _ in work.operands), *work.joint_operands)
+            return any(makes_gradient(node, operand, trainable) for operand in operands)
+
+        found = graph.layer_nodes()
+        may = {place for place, own in found.items() if any(map(has_work, own)) and not any(map(written, own))}
         return {place: mode for place, mode in sorted(self.modes.items()) if mode != "none" and place in may}

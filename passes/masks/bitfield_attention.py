@@ -17,25 +17,24 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final, get_args
+from typing import ClassVar, final, get_args
 
 import torch
 from torch import fx
 
 import mmcompile.kernels.bitfield_attention.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers its op)
 from mmcompile.errors import ConfigError
-from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import META_KEY, ComponentKind, ModelGraph, NodeInfo, component_of, info
+from mmcompile.ir.copy import copied, rewritten
+from mmcompile.ir.graph import ComponentKind, ModelGraph, component_of, describe, info
 from mmcompile.ir.host_shapes import drop_unread
 from mmcompile.kernels.bitfield_attention.impl.backends import Impl
 from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.masks.mask_formula import MaskFormula, recognise
 from mmcompile.passes.masks.mask_nodes import NodeMaker, extent_of
-from mmcompile.passes.masks.mask_reader import MaskReader, given, shape
+from mmcompile.passes.masks.mask_reader import MaskReader
 from mmcompile.passes.masks.predicates import UnrecognisedMask
-from mmcompile.passes.values import aliased, aten_ops, op_name
+from mmcompile.passes.values import aliased, aten_ops, computed, given, op_name, shape
 
-_ATTENTION = "aten.scaled_dot_product_attention"
 _PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
 _VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
 _RESHAPES = _VIEWS | aten_ops("transpose permute squeeze unsqueeze")
@@ -68,33 +67,18 @@ class BitfieldAttention(Rewrite):
 
     def run(self, graph: ModelGraph) -> ModelGraph:
         """Return a graph in which attention calls are bitfield attention where mask words can express the mask."""
-        components = self._components(graph)
+        graph.check_components(self.components, "whose attention could be rewritten")
+        models = [component.name for component in graph.components if component.kind is ComponentKind.LANGUAGE_MODEL]
+        components = self.components or models
         made = copied(graph)
-        calls = [node for node in made.module.graph.nodes if _called(node) == _ATTENTION]
         work = _AttentionRewriter(impl=self.impl)
-        for call in calls:
-            if info(call).component in components:
+        for call in made.calls:
+            if op_name(call) == "aten.scaled_dot_product_attention" and info(call).component in components:
                 work.rewrite(call)
-        work.clean(made.module.graph)
-        made.module.graph.lint()
-        made.module.recompile()
+        drop_unread(made.module.graph, work.replaced)
         present = {str(node.target) for node in made.module.graph.nodes if node.op == "placeholder"}
         lines = [line for line in work.lines() if line not in graph.rewrites]
-        return replace(
-            made,
-            inputs=tuple(spec for spec in made.inputs if spec.name in present),
-            rewrites=(*graph.rewrites, *lines),
-        )
-
-    def _components(self, graph: ModelGraph) -> frozenset[str]:
-        names = [component.name for component in graph.components]
-        missing = [name for name in self.components if name not in names]
-        if missing:
-            raise ConfigError(
-                f"no component {missing[0]!r} whose attention could be rewritten; components are {', '.join(names)}"
-            )
-        models = [component.name for component in graph.components if component.kind is ComponentKind.LANGUAGE_MODEL]
-        return frozenset(self.components or models)
+        return rewritten(made, lines, inputs=tuple(spec for spec in made.inputs if spec.name in present))
 
 
 def _called(node: fx.Node) -> str | None:
@@ -102,12 +86,8 @@ def _called(node: fx.Node) -> str | None:
     return op_name(node) if node.op == "call_function" else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Words:
-    """The two graph nodes that attention calls with one mask formula share: its mask words and the tokens' positions."""
-
-    words: fx.Node
-    positions: fx.Node
+_Words = tuple[fx.Node, fx.Node]
+"""The two graph nodes that attention calls with one mask formula share: its mask words and the tokens' positions."""
 
 
 @final
@@ -121,7 +101,8 @@ class _AttentionRewriter:
         self._done: dict[tuple[str, fx.Node, int | None], list[int]] = {}
         """(component, words node, window) -> indices of the layers rewritten."""
         self._left: list[str] = []
-        self._replaced: list[fx.Node] = []
+        self.replaced: list[fx.Node] = []
+        """Attention calls that nothing reads any more."""
 
     def rewrite(self, call: fx.Node) -> None:
         """Replace one attention call by bitfield attention, or record why it is left as it is."""
@@ -132,8 +113,8 @@ class _AttentionRewriter:
             self._left.append(f"{info(call).module_path or call.name} left as it is: {reason}")
             return
         _replace(call, words, formula.window, self._impl)
-        self._replaced.append(call)
-        self._done.setdefault((component_of(call), words.words, formula.window), []).append(info(call).layer)
+        self.replaced.append(call)
+        self._done.setdefault((component_of(call), words[0], formula.window), []).append(info(call).layer)
 
     def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
         """Return the mask formula of a call and its words node.
@@ -150,39 +131,31 @@ class _AttentionRewriter:
             before = call if mask is None else mask
             maker = NodeMaker(before, extent, reader, info(before).module_path)
             words = maker.words(formula)
-            self._made[key] = _Words(words=words, positions=maker.positions(words))
-        found = self._made[key]
+            self._made[key] = words, maker.positions(words)
+        words, _ = self._made[key]
         if formula.window_bounds_islands:
-            known = found.words.args[4]
+            known = words.args[4]
             least = formula.window if known is None else min(known, formula.window)  # type: ignore[type-var]
-            found.words.update_arg(4, least)
-        return formula, found
-
-    def clean(self, graph: fx.Graph) -> None:
-        """Erase the replaced attention calls from the graph, and the nodes whose values only these calls read."""
-        drop_unread(graph, self._replaced)
+            words.update_arg(4, least)
+        return formula, self._made[key]
 
     def lines(self) -> list[str]:
         """Return one report line per kind of call that was rewritten, and one per call that was left."""
-        rewritten = [
+        changed = [
             f"bitfield-attention: {component} {_layers(layers)} under {words.name}"
             f"{'' if window is None else f', window {window}'}"
             for (component, words, window), layers in self._done.items()
         ]
-        return [*rewritten, *(f"bitfield-attention: {line}" for line in self._left)]
+        return [*changed, *(f"bitfield-attention: {line}" for line in self._left)]
 
 
 def _layers(layers: list[int]) -> str:
     """Format layer indices as ranges: `layers 1-4, 6`."""
     numbers = sorted(set(layers))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'s' if len(numbers) > 1 else ''} {text}"
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    runs = (str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True))
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
 
 
 def _check(call: fx.Node) -> None:
@@ -235,37 +208,25 @@ def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> Non
     graph, arguments = call.graph, given(call)
     query, key, value = arguments["query"], *_unexpanded(call, arguments["key"], arguments["value"])
     scale = arguments["scale"]
-    mask = (words.words, words.positions) * 2
     options = (shape(query)[-1] ** -0.5 if scale is None else scale, window, impl)
     with graph.inserting_before(call):
-        pair = graph.call_function(torch.ops.mmcompile.bitfield_attention.default, (query, key, value, *mask, *options))
+        arguments = (query, key, value, *words, *words, *options)
+        pair = graph.call_function(torch.ops.mmcompile.bitfield_attention.default, arguments)
         out = graph.call_function(operator.getitem, (pair, 0))
-    note = info(call)
-    place = NodeInfo(
-        component=note.component,
-        layer=note.layer,
-        module_path=note.module_path,
-        carries_gradient=note.carries_gradient,
-    )
-    kept = {name: call.meta[name] for name in ("module_path", "symbolic_shape") if name in call.meta}
+    place = info(call).at_same_place(carries_gradient=info(call).carries_gradient)
     result = torch.empty(call.meta["val"].shape, dtype=call.meta["val"].dtype, device="meta")
     sums = torch.empty(result.shape[:3], dtype=torch.promote_types(result.dtype, torch.float32), device="meta")
-    pair.meta = {"val": (result, sums), "module_path": call.meta.get("module_path", ""), META_KEY: place}
-    out.meta = {**kept, "val": result, META_KEY: place}
+    describe(pair, place, (result, sums))
+    describe(out, place, result, call.meta.get("symbolic_shape"))
     call.replace_all_uses_with(out)
     _record_views(out)
 
 
 def _record_views(node: fx.Node) -> None:
     """Record the values of a node's views again, since bitfield attention may lay out its result in other strides."""
-
-    def known(value: fx.Node) -> Any:
-        return value.meta["val"]
-
     for user in node.users:
         if _called(user) in _RESHAPES and aliased(user) == (node,):
-            args, options = fx.map_arg((user.args, user.kwargs), known)
-            user.meta["val"] = user.target(*args, **options)  # type: ignore[operator]
+            user.meta["val"] = computed(user)
             _record_views(user)
 
 

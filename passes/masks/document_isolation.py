@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +19,16 @@ from torch import fx
 
 from mmcompile.errors import PlanError
 from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, info, reached
 from mmcompile.ir.nodes import merge_features, token_loss
-from mmcompile.passes.context_parallel.token_axis import Rule, TokenAxis, TokenFlow, argument, follow, shape
+from mmcompile.passes.context_parallel.token_axis import Rule, TokenAxis, TokenFlow, follow
 from mmcompile.passes.context_parallel.token_rules import rule_of
 from mmcompile.passes.masks.packed_values import PackedBatch, block, by_token, evaluated
 from mmcompile.passes.masks.predicates import HIDDEN
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.values import argument, aten_ops, has_tag, op_name, shape
 
 aten = torch.ops.aten
-_ATTENTION = aten_ops("scaled_dot_product_attention")
-_EMBEDDING = aten_ops("embedding")
 _PLACED = aten_ops("index_put masked_scatter")
-_PICKED = aten_ops("index")
 _SAME_ROWS = aten_ops("to _to_copy clone contiguous alias detach")
 _CONSEQUENCE = "train this model without packing"
 
@@ -42,9 +40,8 @@ def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[Packe
         graph: captured on `batch`, and annotated; it is not changed.
         others: rows with the same documents in another order, or with other tokens in some of the documents.
     """
-    work = _IsolationProof(made=copied(graph), batches=(batch, *others))
     try:
-        work.run()
+        _IsolationProof(made=copied(graph), batches=(batch, *others)).run()
     except PlanError as error:
         return str(error)
     return None
@@ -70,7 +67,7 @@ class _IsolationProof:
 
     def run(self) -> None:
         """Follow the token dim from the embeddings to the loss. Raises PlanError where documents affect each other."""
-        nodes = [node for node in self.made.module.graph.nodes if node.op == "call_function"]
+        nodes = self.made.calls
         self.flow = TokenFlow(
             graph=self.made,
             tokens=sum(self.batches[0].lengths),
@@ -78,7 +75,11 @@ class _IsolationProof:
             task="documents meet in",
             consequence=_CONSEQUENCE,
         )
-        self._start(nodes)
+        for node in nodes:  # tokens are followed from where the language model looks up their embeddings
+            if op_name(node) == "aten.embedding" and info(node).component == self.made.loss_component:
+                ids = argument(node, "indices")
+                if ids not in self.flow.axes and shape(ids)[-1] == self.flow.tokens:
+                    node.replace_input_with(ids, self.flow.to_spread(node, ids, TokenAxis(dim=len(shape(ids)) - 1)))
         follow(self.flow, nodes, self._rule_of)
         for node in nodes:
             if node.target is token_loss and node.args[0] not in self.flow.axes:
@@ -86,32 +87,24 @@ class _IsolationProof:
         for value, _, axis in self.met:
             self._check_taken_along(value, axis)
 
-    def _start(self, nodes: Sequence[fx.Node]) -> None:
-        """Mark token ids as sharded where the language model looks up their embeddings."""
-        for node in nodes:
-            if op_name(node) in _EMBEDDING and info(node).component == self.made.loss_component:
-                ids = argument(node, "indices")
-                if ids not in self.flow.axes and shape(ids)[-1] == self.flow.tokens:
-                    node.replace_input_with(ids, self.flow.to_spread(node, ids, TokenAxis(dim=len(shape(ids)) - 1)))
-
     def _spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
         """Return an alias node that stands for a whole value where it is combined with tokens, and record it in `met`."""
         for known, made, place in self.met:
             if known is value and place == axis:
                 return made
-        after = value if value.op == "call_function" else _last_input(value.graph)
-        with value.graph.inserting_after(after):
+        inputs = [node for node in value.graph.nodes if node.op == "placeholder"]
+        with value.graph.inserting_after(value if value.op == "call_function" else inputs[-1]):
             made = value.graph.call_function(aten.alias.default, (value,))
         made.meta = dict(value.meta)
         self.met.append((value, made, axis))
         return made
 
     def _rule_of(self, node: fx.Node) -> Rule | None:
-        if op_name(node) in _ATTENTION:
+        if op_name(node) == "aten.scaled_dot_product_attention":
             return self._attention
         if node.target is merge_features or op_name(node) in _PLACED:
             return self._merge
-        if op_name(node) in _PICKED and sum(index is not None for index in argument(node, "indices")) > 1:
+        if op_name(node) == "aten.index" and sum(index is not None for index in argument(node, "indices")) > 1:
             return self._pick
         return rule_of(node)
 
@@ -141,9 +134,9 @@ class _IsolationProof:
         if node in self.picked:
             pairs = list(zip(self.picked[node], places, strict=False))
             return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)
-        if not self.picked.keys() & _ancestors(node):
+        if self.picked.keys().isdisjoint(reached(node.all_input_nodes)):
             return True
-        alike = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node) in _SAME_ROWS
+        alike = has_tag(node, torch.Tag.pointwise) or op_name(node) in _SAME_ROWS
         return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
 
     def _equal(self, one: fx.Node, other: fx.Node) -> bool:
@@ -176,13 +169,12 @@ class _IsolationProof:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
         for value, batch in zip(values, self.batches, strict=True):
             _check_mask(flow, node, value, batch)
+        first = partial(block, values[0], self.batches[0])
         for value, batch in zip(values[1:], self.batches[1:], strict=True):
-            for number in batch.kept:
-                one, other = block(values[0], self.batches[0], number), block(value, batch, number)
-                if not torch.equal(one, other):
-                    flow.refuse(
-                        node, f"which pairs of a document its mask {mask.name} shows depends on the rest of the row"
-                    )
+            if not all(torch.equal(first(number), block(value, batch, number)) for number in batch.kept):
+                flow.refuse(
+                    node, f"which pairs of a document its mask {mask.name} shows depends on the rest of the row"
+                )
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
         """Raise PlanError if the values of a document's tokens change with its place in the row or with the other documents."""
@@ -218,18 +210,6 @@ def _places(where: object) -> tuple[fx.Node, ...]:
     return tuple(part for part in parts if isinstance(part, fx.Node))
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return all nodes from which a node is computed."""
-    seen: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return seen
-
-
 def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: PackedBatch) -> None:
     if mask.dim() < 2 or mask.shape[-1] != flow.tokens or mask.shape[-2] != flow.tokens:
         flow.refuse(
@@ -241,7 +221,3 @@ def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: Packe
     if others.any():
         query, key = others.nonzero()[0, -2:].tolist()
         flow.refuse(node, f"its mask shows token {key} to token {query} of another document")
-
-
-def _last_input(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]

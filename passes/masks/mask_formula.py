@@ -12,7 +12,7 @@ from torch import fx
 
 from mmcompile.passes.masks.mask_expression import Axis, AxisIndex, Elementwise, Expression, NodeElement, Number
 from mmcompile.passes.masks.mask_positions import with_places
-from mmcompile.passes.masks.mask_reader import MaskReader, shape
+from mmcompile.passes.masks.mask_reader import MaskReader
 from mmcompile.passes.masks.predicates import (
     CAUSAL,
     Alternatives,
@@ -23,6 +23,7 @@ from mmcompile.passes.masks.predicates import (
     holds,
     unbiased,
 )
+from mmcompile.passes.values import shape
 
 Test = tuple[Expression, bool]
 """(bool expression per token, True if it must hold or False if it must not)."""
@@ -134,14 +135,9 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
 
 
 def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
-    """Return the conditions that hold for every visible pair.
-
-    They are (document ids or None, tests of valid keys, window that bounds islands too or None).
-    """
-    same = [claim for claim in claims if claim.kind == "same"]
+    """Return what holds for every visible pair: (document ids or None, tests of valid keys, window of islands too or None)."""
+    same, keys, queries = _by_side(claims)
     reach = [claim for claim in claims if claim.kind == "reach"]
-    keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
-    queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
     if len(same) > 1 or any(not claim.positive for claim in same):
         raise UnrecognisedMask("it compares several ids of query and key, or wants different ones")
     if queries - keys:
@@ -154,15 +150,20 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
     """Return (island ids, tests that tokens of an island pass), from the claims under which a key is seen though it is later."""
-    same = [claim for claim in claims if claim.kind == "same"]
-    keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
-    queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
+    same, keys, queries = _by_side(claims)
     if any(claim.kind == "reach" or (claim.kind == "same" and not claim.positive) for claim in claims) or len(same) > 1:
         raise UnrecognisedMask("keys besides causal ones are not those of an equal id")
     own = {test for test in keys if same and _made_of(test[0], same[0].of)}
     if (keys - own) != queries:
         raise UnrecognisedMask(f"it shows keys after the query by a test of one side, {_text(keys ^ queries)}")
     return (same[0].of if same else Number(0)), _ordered(keys)
+
+
+def _by_side(claims: frozenset[Claim]) -> tuple[list[Claim], set[Test], set[Test]]:
+    """Return the claims of equality at query and key, the tests of the key, and those of the query."""
+    tests = [(claim.axis, (claim.of, claim.positive)) for claim in claims if claim.kind == "holds"]
+    keys, queries = ({test for axis, test in tests if axis == side} for side in ("k", "q"))
+    return [claim for claim in claims if claim.kind == "same"], keys, queries
 
 
 def _ordered(tests: set[Test]) -> tuple[Test, ...]:

@@ -10,10 +10,10 @@ import sympy
 import torch
 from torch import fx
 
-from mmcompile.ir.graph import META_KEY, NodeInfo
+from mmcompile.ir.graph import NodeInfo, describe
 from mmcompile.ir.host_shapes import drop_unread
 from mmcompile.ir.nodes import attention_words, token_positions
-from mmcompile.ir.sizes import SIZE_PREFIX
+from mmcompile.ir.sizes import SIZE_PREFIX, Shape
 from mmcompile.passes.masks.mask_expression import (
     AxisIndex,
     Elementwise,
@@ -24,8 +24,9 @@ from mmcompile.passes.masks.mask_expression import (
     number_dtype,
 )
 from mmcompile.passes.masks.mask_formula import MaskFormula, Test
-from mmcompile.passes.masks.mask_reader import MaskReader, shape
+from mmcompile.passes.masks.mask_reader import MaskReader
 from mmcompile.passes.masks.predicates import UnrecognisedMask
+from mmcompile.passes.values import on_meta, shape, sizes
 
 aten = torch.ops.aten
 _TOKENS = (AxisIndex("b"), AxisIndex("t"))
@@ -62,14 +63,13 @@ _MIRRORED = {"add": "add", "mul": "mul", "eq": "eq", "ne": "ne", "lt": "gt", "le
 class Extent:
     """Sizes of an attention call: batch rows, queries and keys, as numbers in the captured batch and as symbols of the graph."""
 
-    sizes: tuple[int, int]
-    symbolic: tuple[int | sympy.Expr, int | sympy.Expr]
+    sizes: tuple[int, ...]
+    symbolic: Shape
 
 
 def extent_of(query: fx.Node) -> Extent:
     """Return the extent of attention from its queries node [batch, heads, tokens, dim]."""
-    sizes, symbolic = shape(query), _symbolic(query)
-    return Extent(sizes=(sizes[0], sizes[2]), symbolic=(symbolic[0], symbolic[2]))
+    return Extent(sizes=shape(query)[:3:2], symbolic=sizes(query)[:3:2])
 
 
 class NodeMaker:
@@ -90,22 +90,19 @@ class NodeMaker:
         Raises UnrecognisedMask, and leaves the graph unchanged, if no node of shape [B, T] has an expression's values.
         """
         try:
-            arguments = self._arguments(formula)
+            arguments = (
+                self._valid(formula.valid),
+                None if formula.documents is None else self._tensor(formula.documents),
+                self._islands(formula),
+                formula.causal,
+                formula.window if formula.window_bounds_islands else None,
+                *map(self._size, (0, 1)),
+            )
         except UnrecognisedMask:
             drop_unread(self._graph, reversed(self._own))
             raise
         value = torch.empty(self._extent.sizes, dtype=torch.int64, device="meta")
         return self._node(attention_words, arguments, value)
-
-    def _arguments(self, formula: MaskFormula) -> tuple[Any, ...]:
-        return (
-            self._valid(formula.valid),
-            None if formula.documents is None else self._tensor(formula.documents),
-            self._islands(formula),
-            formula.causal,
-            formula.window if formula.window_bounds_islands else None,
-            *(self._size(axis) for axis in (0, 1)),
-        )
 
     def positions(self, words: fx.Node) -> fx.Node:
         """Return the positions node of the tokens that the words node describes."""
@@ -142,11 +139,11 @@ class NodeMaker:
         if isinstance(symbolic, int):
             return symbolic
         placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
-        sizes = [node for node in placeholders if "size" in node.meta]
-        for node in sizes:
+        known = [node for node in placeholders if "size" in node.meta]
+        for node in known:
             if node.meta["size"] == str(symbolic):
                 return node
-        number = 1 + max((int(str(node.target).removeprefix(SIZE_PREFIX)) for node in sizes), default=-1)
+        number = 1 + max((int(str(node.target).removeprefix(SIZE_PREFIX)) for node in known), default=-1)
         with self._graph.inserting_after(placeholders[-1]):
             node = self._graph.placeholder(f"{SIZE_PREFIX}{number}")
         node.meta = {"val": self._extent.sizes[axis], "size": str(symbolic)}
@@ -198,7 +195,7 @@ class NodeMaker:
             if isinstance(place, Number):
                 found = self._call(aten.select.int, found, dim, place.value)
         for dim, place in enumerate(kept):
-            found = self._first(found, dim, _TOKENS.index(place), _symbolic(node)[places.index(place)])
+            found = self._first(found, dim, _TOKENS.index(place), sizes(node)[places.index(place)])
         return self._call(aten.unsqueeze.default, found, -1) if kept == [_TOKENS[0]] else found
 
     def _first(self, node: fx.Node, dim: int, axis: int, size: int | sympy.Expr) -> fx.Node:
@@ -208,7 +205,7 @@ class NodeMaker:
         return self._call(aten.slice.Tensor, node, dim, 0, self._size(axis))
 
     def _call(self, target: Any, *arguments: Any, **options: Any) -> fx.Node:
-        values = fx.map_arg(arguments, _on_meta)
+        values = fx.map_arg(arguments, lambda node: on_meta(node.meta["val"]))
         devices = {"device": torch.device("meta")} if target in (aten.full.default, aten.arange.default) else {}
         return self._node(target, arguments, target(*values, **options, **devices), options)
 
@@ -220,21 +217,9 @@ class NodeMaker:
             name = "words" if target is attention_words else None
             node = self._graph.create_node("call_function", target, arguments, dict(options or {}), name)
         self._own.append(node)
-        node.meta = {"val": value, "module_path": self._note.module_path, META_KEY: self._note}
-        if any(not isinstance(size, int) for size in self._extent.symbolic):
-            node.meta["symbolic_shape"] = self._symbolic(tuple(value.shape))
-        return node
-
-    def _symbolic(self, sizes: tuple[int, ...]) -> tuple[int | sympy.Expr, ...]:
-        """Return a shape ([B, T], [B, 1], [T] or []) with B and T replaced by the graph's size symbols, where it has them."""
-        whole = self._extent.symbolic[len(self._extent.symbolic) - len(sizes) :]
-        return tuple(1 if size == 1 else symbol for size, symbol in zip(sizes, whole, strict=True))
-
-
-def _symbolic(node: fx.Node) -> tuple[int | sympy.Expr, ...]:
-    return node.meta.get("symbolic_shape") or shape(node)
-
-
-def _on_meta(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+        if all(isinstance(size, int) for size in self._extent.symbolic):
+            return describe(node, self._note, value)
+        # [B, T], [B, 1], [T] or [], with size symbols for B and T.
+        whole = self._extent.symbolic[2 - value.ndim :]
+        symbolic = (1 if size == 1 else symbol for size, symbol in zip(value.shape, whole, strict=True))
+        return describe(node, self._note, value, symbolic)

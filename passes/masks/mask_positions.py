@@ -27,8 +27,8 @@ from mmcompile.passes.masks.mask_expression import (
     linear,
     per_token,
 )
-from mmcompile.passes.masks.mask_reader import MaskReader, given, shape
-from mmcompile.passes.values import op_name
+from mmcompile.passes.masks.mask_reader import MaskReader
+from mmcompile.passes.values import given, op_name, shape
 
 _COMPARISONS = ("lt", "le", "gt", "ge")
 

@@ -10,12 +10,10 @@ A node's dims are indexed from the mask down to what it is made of: views, expan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
-from mmcompile.ir.compat import op_schema
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.passes.masks.mask_expression import (
     AxisIndex,
@@ -29,7 +27,7 @@ from mmcompile.passes.masks.mask_expression import (
     linear,
     per_token,
 )
-from mmcompile.passes.values import arguments, aten_ops, op_name
+from mmcompile.passes.values import aten_ops, given, op_name, shape
 
 _MAX_SIZE = 2000
 """Maximum number of parts of an expression: a node whose expression is larger is not analysed."""
@@ -65,7 +63,7 @@ class MaskReader:
         found = rule(self, node, index) if rule is not None else None
         return NodeElement(node, index) if found is None else found
 
-    def argument(self, node: fx.Node, value: object, index: Places) -> Expression | None:
+    def argument(self, value: object, index: Places) -> Expression | None:
         """Return an operand of an elementwise node as an expression at the node's index: a broadcast tensor, or a number."""
         if isinstance(value, (bool, int, float)):
             return Number(value)
@@ -74,20 +72,6 @@ class MaskReader:
         if not isinstance(value.meta["val"], torch.Tensor):
             return NodeElement(value, ())
         return self.at(value, _broadcast(value, index))
-
-
-def shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node in the captured batch."""
-    return tuple(node.meta["val"].shape)
-
-
-def given(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node's op by name, defaults included."""
-    schema = op_schema(node.target).arguments  # type: ignore[arg-type]
-    return {
-        **{a.name: a.default_value for a in schema},
-        **{argument.name: value for argument, value in arguments(node)},
-    }
 
 
 def _broadcast(node: fx.Node, index: Places) -> Places:
@@ -146,7 +130,7 @@ def _sliced(reader: MaskReader, node: fx.Node, index: Places) -> Expression | No
     if start and "symbolic_shape" in node.meta:
         return None  # A start counted from the end is another number at other sizes.
     moved = applied("add", (index[dim], Number(start)), node, torch.int64) if start else index[dim]
-    return reader.at(_source(node), _normal((*index[:dim], moved, *index[dim + 1 :])))
+    return reader.at(_source(node), (*index[:dim], _plain(moved), *index[dim + 1 :]))
 
 
 def _selected(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
@@ -183,15 +167,11 @@ def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression |
     rank = max(len(shape(indices[dim])) for dim in dims)
     common, after = index[dims[0] : dims[0] + rank], index[dims[0] + rank :]
     found = [reader.at(indices[dim], _broadcast(indices[dim], common)) for dim in dims]
-    return reader.at(source, _normal((*index[: dims[0]], *found, *after)))
-
-
-def _normal(index: Places) -> Places:
-    """Return the indices with each expression that is only an axis or a number replaced by this axis or number."""
-    return tuple(_plain(place) for place in index)
+    return reader.at(source, (*index[: dims[0]], *map(_plain, found), *after))
 
 
 def _plain(place: Expression) -> Expression:
+    """Return the axis or the number if an index is only that; else the index."""
     form = linear(place)
     if form is None:
         return place
@@ -232,18 +212,16 @@ def _filled(value: bool | int | float | None) -> Rule:
 
 
 def _elementwise(op: str, *order: str) -> Rule:
-    """Return the rule of an elementwise op.
-
-    Args:
-        op: name of the operation in `Elementwise`.
-        order: names, in the torch op's schema, of the arguments that are the operands, first operand first.
-    """
+    """Return the rule of an elementwise op, called `op` in `Elementwise`; its operands are the op's arguments so named."""
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
-        if arguments.get("alpha", 1) != 1 or (op in _LOGICAL and not _is_logical(node)):
+        # Bitwise ops are logical on bools.
+        if op in _LOGICAL and any(source.meta["val"].dtype != torch.bool for source in node.all_input_nodes):
             return None
-        operands = [reader.argument(node, arguments[name], index) for name in order]
+        if arguments.get("alpha", 1) != 1:
+            return None
+        operands = [reader.argument(arguments[name], index) for name in order]
         return applied(op, tuple(operands), node) if None not in operands else None  # type: ignore[arg-type]
 
     return rule
@@ -252,23 +230,9 @@ def _elementwise(op: str, *order: str) -> Rule:
 _LOGICAL = ("and", "or", "xor", "not")
 
 
-def _is_logical(node: fx.Node) -> bool:
-    """Return whether an op is logical: bitwise ops on bools are."""
-    return all(source.meta["val"].dtype == torch.bool for source in node.all_input_nodes)
-
-
 _BINARY = {
-    **{name: name for name in ("add", "sub", "mul", "floor_divide", "remainder")},
-    **{name: name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    "bitwise_and": "and",
-    "__and__": "and",
-    "logical_and": "and",
-    "bitwise_or": "or",
-    "__or__": "or",
-    "logical_or": "or",
-    "bitwise_xor": "xor",
-    "__xor__": "xor",
-    "logical_xor": "xor",
+    **{name: name for name in ["add", "sub", "mul", "floor_divide", "remainder", "eq", "ne", "lt", "le", "gt", "ge"]},
+    **{name.format(op): op for op in ("and", "or", "xor") for name in ("bitwise_{}", "__{}__", "logical_{}")},
 }
 _TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
     (aten_ops("detach alias clone contiguous lift_fresh lift_fresh_copy"), _same),

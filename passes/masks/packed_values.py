@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from mmcompile.ir.compat import FakeTensor, is_mutating_op
-from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.graph import ModelGraph, reached
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.passes.context_parallel.token_axis import TokenAxis, TokenFlow
+from mmcompile.passes.values import has_tag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +33,10 @@ class PackedBatch:
         """Return the number of each token's document, integers [T]."""
         return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
 
-    def rows_of(self, number: int) -> torch.Tensor:
-        """Return the positions in the row of the tokens of document `number`."""
-        return (self.document_of() == number).nonzero()[:, 0]
-
 
 def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
     """Return the rows and columns of a mask, [..., queries, keys], that belong to the tokens of document `number`."""
-    rows = batch.rows_of(number)
+    rows = (batch.document_of() == number).nonzero()[:, 0]
     return mask.index_select(-1, rows).index_select(-2, rows)
 
 
@@ -49,14 +46,8 @@ def by_token(
     """Return (document number, index of a token in it) -> the values of this token; `value` has the row's tokens in dim 0."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
-    found: dict[tuple[int, int], torch.Tensor] = {}
-    row = 0
-    for number in batch.order:
-        for place in range(batch.lengths[number]):
-            if 0 <= row - axis.front < kept:
-                found[number, place] = tokens[row - axis.front]
-            row += 1
-    return found
+    rows = [(number, place) for number in batch.order for place in range(batch.lengths[number])]
+    return dict(zip(rows[axis.front : axis.front + kept], tokens, strict=True))
 
 
 def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
@@ -65,16 +56,9 @@ def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known
     A constant without values (of a meta model) gets arbitrary ones: only equality of a document's values in different
     rows is checked, and not the values.
     """
-    needed: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        one = waiting.pop()
-        if one in known or one in needed:
-            continue
-        needed.add(one)
-        waiting += one.all_input_nodes
+    needed = reached([node], lambda one: () if one in known else one.all_input_nodes)
     for one in graph.module.graph.nodes:
-        if one in needed:
+        if one in needed and one not in known:
             value = _value(graph, one, inputs, known)
             if value is None:
                 return None
@@ -92,12 +76,10 @@ def _value(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: M
             return None
         if not isinstance(value, FakeTensor):
             return value
-        size = tuple(value.shape)
-        return (
-            torch.linspace(0.1, 1.0, value.numel()).reshape(size).to(value.dtype) if value.is_floating_point() else None
-        )
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if random or is_mutating_op(node.target):
+        if not value.is_floating_point():
+            return None
+        return torch.linspace(0.1, 1.0, value.numel()).reshape(tuple(value.shape)).to(value.dtype)
+    if has_tag(node, torch.Tag.nondeterministic_seeded) or is_mutating_op(node.target):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
     with torch.no_grad():

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from mmcompile.ir.tensor_shard import TensorShard
-from mmcompile.passes.context_parallel.token_axis import argument, has_argument
 from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow
+from mmcompile.passes.values import argument, has_argument, shape
 
 
 def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
@@ -17,9 +17,7 @@ def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
     found = _by_heads(flow, node, query, (key, value), grouped=bool(argument(node, "enable_gqa")))
     mask = argument(node, "attn_mask")
     if isinstance(mask, fx.Node):
-        dim = len(flow.facts.shape(mask)) + found.dim - len(flow.facts.shape(query))
-        if mask in flow.shards or dim >= 0 and flow.facts.shape(mask)[dim] != 1:
-            flow.meet(node, mask, flow.shard(dim, found.blocks))
+        flow.meet_along(node, (mask,), found.dim - len(shape(query)), found.blocks)
     return found
 
 
@@ -34,7 +32,7 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
     query, key, value = (argument(node, name) for name in ("q", "k", "v"))
     found = _by_heads(flow, node, query, (key, value), grouped=True)
     if has_argument(node, "head_stride"):
-        num_heads = flow.facts.shape(key)[1]
+        num_heads = shape(key)[1]
         each = num_heads // flow.count if key in flow.shards else len(flow.heads.get((node, key), ())) // flow.count
         flow.local(node, "head_stride", min(argument(node, "head_stride"), each))
     return found, found
@@ -45,23 +43,22 @@ def _by_heads(
 ) -> TensorShard:
     """Return the sharding by heads of an attention op's result, after requiring the same sharding of queries, keys and values."""
     sharded = next(value for value in (query, *others) if value in flow.shards)
-    rank = len(flow.facts.shape(query))
-    from_right = flow.shard_of(sharded).dim - len(flow.facts.shape(sharded))
+    from_right = flow.shard_of(sharded).dim - len(shape(sharded))
     if from_right > -3:
         raise Refusal(node, "tokens or the width of heads are sharded, not heads")
-    shape = flow.facts.shape(query)
-    dim = rank + from_right
+    dim = len(shape(query)) + from_right
+    num_queries = shape(query)[dim]
     if query not in flow.shards:
-        share = shape[dim] // flow.facts.shape(sharded)[dim]
+        share = num_queries // shape(sharded)[dim]
         flow.meet(node, query, flow.shard(dim, [block * share for block in flow.shard_of(sharded).blocks]))
         # Queries that stay whole would be computed by every rank for all heads.
         raise Refusal(node, f"its queries {query.name} are whole")
     blocks = flow.shard_of(query).blocks
     for value in others:
-        num_heads = flow.facts.shape(value)[dim]
-        share, rest = divmod(shape[dim], num_heads)
+        num_heads = shape(value)[dim]
+        share, rest = divmod(num_queries, num_heads)
         if rest or share > 1 and not (grouped and from_right == -3 and len(blocks) == 1):
-            raise Refusal(node, f"{shape[dim]} query heads read {num_heads} heads of {value.name}")
+            raise Refusal(node, f"{num_queries} query heads read {num_heads} heads of {value.name}")
         if share == 1:
             flow.meet(node, value, flow.shard(dim, blocks))
         elif num_heads % flow.count == 0:
@@ -69,7 +66,7 @@ def _by_heads(
         elif value in flow.shards:
             raise Refusal(value, f"{num_heads} heads do not divide by {flow.count}", indivisible=True)
         else:
-            flow.heads[node, value] = heads_read(shape[dim], num_heads, flow.count)
+            flow.heads[node, value] = heads_read(num_queries, num_heads, flow.count)
     return flow.shard(dim, blocks)
 
 

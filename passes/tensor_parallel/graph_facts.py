@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, info, reached
 from mmcompile.ir.nodes import token_loss
 from mmcompile.passes.cost.op_flops import keys_and_values
 from mmcompile.passes.gradient_flow import trainable_names
-from mmcompile.passes.values import op_name, tensors
+from mmcompile.passes.values import op_name, shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +44,11 @@ def projection(node: fx.Node) -> Projection | None:
 def _projection(source: object, weight: object, bias: object, output_dim: int) -> Projection | None:
     if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return None
-    if tensors(weight)[0].ndim != 2 or isinstance(bias, fx.Node) and tensors(bias)[0].ndim != 1:
+    if len(shape(weight)) != 2 or isinstance(bias, fx.Node) and len(shape(bias)) != 1:
         return None
     return Projection(
         source=source, weight=weight, bias=bias if isinstance(bias, fx.Node) else None, output_dim=output_dim
     )
-
-
-def num_outputs(node: fx.Node) -> int:
-    """Return the number of output features of a projection node."""
-    return int(tensors(node)[0].shape[-1])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,27 +67,25 @@ class GraphFacts:
     _trainable: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        layers: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
         readers: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
-        for node in self.graph.module.graph.nodes:
-            if node.op == "call_function":
-                note = info(node)
-                if note.component is not None:
-                    layers[note.component, note.layer].append(node)
-        self.layers = dict(layers)
-        self.parameters = {name: spec.name for spec in self.graph.parameters for name in (spec.name, *spec.aliases)}
+        self.layers = self.graph.layer_nodes()
+        self.parameters = {name: spec.name for name, spec in self.graph.specs.items()}
         self._trainable = trainable_names(self.graph)
         for node in self.graph.module.graph.nodes:
             if node.op == "get_attr" and node.target in self.parameters:
                 readers[self.parameters[str(node.target)]] += [(user, node) for user in node.users]
         self.readers = dict(readers)
-        self.losses = tuple(node for node in self.graph.module.graph.nodes if node.target is token_loss)
+        self.losses = [node for node in self.graph.calls if node.target is token_loss]
 
     def carries(self, node: fx.Node) -> bool:
         """Return whether gradient passes through a node's value."""
         if node.op == "get_attr":
             return node.target in self._trainable
         return node.op == "call_function" and info(node).carries_gradient
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        """Return whether a node is the `get_attr` node of a parameter."""
+        return node.op == "get_attr" and node.target in self.parameters
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,44 +105,17 @@ class LayerFacts:
     def __post_init__(self) -> None:
         self.members = frozenset(self.nodes)
         attention = [node for node in self.nodes if keys_and_values(node)]
-        self.head_counts = {
-            int(tensors(source)[0].shape[-3])
-            for node in attention
-            for source in node.all_input_nodes[:3]
-            if len(self.shape(source)) >= 3
-        }
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the shape of a tensor in the captured batch."""
-        return tuple(int(size) for size in tensors(node)[0].shape)
-
-    def is_parameter(self, node: fx.Node) -> bool:
-        """Return whether a node is the `get_attr` node of a parameter."""
-        return node.op == "get_attr" and node.target in self.whole.parameters
-
-    def carries(self, node: fx.Node) -> bool:
-        """Return whether gradient passes through a node's value."""
-        return self.whole.carries(node)
+        sizes = [shape(source) for node in attention for source in node.all_input_nodes[:3]]
+        self.head_counts = {own[-3] for own in sizes if len(own) >= 3}
 
     def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
         """Return the nearest projections of the layer from which a value is made, without those that cannot be sharded."""
-        found: dict[fx.Node, None] = {}
-        waiting, seen = [value], set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen or node not in self.members:
-                continue
-            seen.add(node)
-            if projection(node) is None:
-                waiting += node.all_input_nodes
-            elif node not in self.taken | self.refused and num_outputs(node) % count == 0:
-                found[node] = None
-        return list(found)
 
-    def place(self, node: fx.Node) -> str:
-        """Return the layer of a node as text for error messages."""
-        note = info(node)
-        return f"layer {note.layer} of {note.component}"
+        def before(node: fx.Node) -> Iterable[fx.Node]:
+            return node.all_input_nodes if node in self.members and projection(node) is None else ()
+
+        found = [node for node in reached([value], before) if node in self.members and projection(node) is not None]
+        return [node for node in found if node not in self.taken | self.refused and shape(node)[-1] % count == 0]
 
     def counted(self, number: int) -> str:
         """Format a number for messages: `20 heads` if the layer's attention has as many heads or key/value heads; else `20`."""

@@ -12,27 +12,23 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mmcompile.ir.graph import info
+from mmcompile.ir.graph import component_of, reached
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.cost.op_flops import keys_and_values
-from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, LayerFacts, num_outputs, projection
+from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, LayerFacts, projection
 from mmcompile.passes.tensor_parallel.shard_flow import Refinement, Refusal, RegionGrowth, ShardFlow
 from mmcompile.passes.tensor_parallel.shard_rules import rule_of
-from mmcompile.passes.tensor_parallel.vocabulary_tables import embedding_shard
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.text import layer_text
+from mmcompile.passes.values import argument, aten_ops, op_name, shape, tensors
 
 _MOST_ATTEMPTS = 100
 _SCALES = aten_ops("dropout mul div to _to_copy")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnshardedNode:
-    """A projection or embedding that stays whole on every rank, with the reason."""
-
-    node: fx.Node
-    reason: str
-    indivisible: bool
-    """True if a size does not divide by the degree, so that a smaller degree may shard it."""
+# Ops that give other ids to some tokens, or look at ids in another shape.
+_KEEP_IDS = aten_ops(
+    "view reshape flatten unsqueeze squeeze slice select clone to _to_copy contiguous where masked_fill clamp clamp_min "
+    "clamp_max maximum minimum alias detach cat pad constant_pad_nd index_put scatter slice_scatter select_scatter copy fill "
+    "expand expand_as lift_fresh_copy"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,15 +40,13 @@ class ComponentSharding:
     regions: list[ShardFlow] = field(default_factory=list)
     embeddings: dict[fx.Node, TensorShard] = field(default_factory=dict)
     """Token embedding node -> sharding of its table."""
-    kept: list[UnshardedNode] = field(default_factory=list)
+    kept: list[Refusal] = field(default_factory=list)
+    """Projections and embeddings that stay whole on every rank, with the reasons."""
 
     def weights(self) -> dict[tuple[fx.Node, fx.Node], TensorShard]:
         """Return (reader node, parameter node) -> sharding of the parameter."""
-        tables = {(node, node.args[0]): shard for node, shard in self.embeddings.items()}
-        merged: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
-        for found in (*(region.weights for region in self.regions), tables):
-            merged |= found  # type: ignore[arg-type]
-        return merged
+        found = {pair: shard for region in self.regions for pair, shard in region.weights.items()}
+        return found | {(node, node.all_input_nodes[0]): shard for node, shard in self.embeddings.items()}
 
     def attention(self) -> set[fx.Node]:
         """Return the attention nodes whose heads are sharded."""
@@ -83,21 +77,43 @@ def _sharding(facts: GraphFacts, component: str, count: int) -> ComponentShardin
         for node in (*(s for s in starts if not _leads_to_projection(s)), *filter(_leads_to_projection, starts)):
             if node not in layer.taken:
                 _start(made, layer, node)
-        whole = [kept for kept in made.kept if kept.node in layer.taken]
-        made.kept = [kept for kept in made.kept if kept not in whole]
+        made.kept = [kept for kept in made.kept if kept.node not in layer.taken]
     return made
 
 
 def _embeddings(made: ComponentSharding, layer: LayerFacts) -> None:
     for node in layer.nodes:
-        if op_name(node) != "aten.embedding":
-            continue
-        found = embedding_shard(node, layer, made.count)
-        if isinstance(found, TensorShard):
-            made.embeddings[node] = found
-            layer.taken.add(node)
-        else:
-            made.kept.append(UnshardedNode(node=node, reason=found.reason, indivisible=found.indivisible))
+        if op_name(node) == "aten.embedding":
+            try:
+                made.embeddings[node] = _table_shard(node, layer, made.count)
+                layer.taken.add(node)
+            except Refusal as refusal:
+                made.kept.append(refusal)
+
+
+def _table_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard:
+    """Return the sharding of the table of an `aten.embedding` node over the vocabulary. Raises Refusal if it stays whole."""
+    table, ids = argument(node, "weight"), argument(node, "indices")
+    if not layer.whole.is_parameter(table):
+        raise Refusal(node, "its table is computed, not a parameter")
+    if argument(node, "scale_grad_by_freq") or argument(node, "sparse"):
+        raise Refusal(node, "its gradient is sparse, or scaled by how often an id occurs")
+    component = layer.whole.graph.component(component_of(node))
+    # A decoder's tokens may be the labels, shifted.
+    labels = _inputs(loss.all_input_nodes[1] for loss in layer.whole.losses)
+    if not _inputs([ids]) & {*component.sources, *labels}:
+        raise Refusal(node, "it looks up positions or kinds, not tokens of an input")
+    rows = shape(table)[0]
+    if rows % count:
+        raise Refusal(node, f"a vocabulary of {rows} does not divide by {count}", indivisible=True)
+    return TensorShard(dim=0, blocks=(rows,), count=count)
+
+
+def _inputs(ids: Iterable[fx.Node]) -> set[str]:
+    """Return the names of the integer inputs from which token ids are taken, possibly with some ids replaced."""
+    found = reached(ids, lambda n: n.all_input_nodes if n.op == "call_function" and op_name(n) in _KEEP_IDS else ())
+    inputs = [node for node in found if node.op == "placeholder" and tensors(node)]
+    return {str(node.target) for node in inputs if not tensors(node)[0].is_floating_point()}
 
 
 def _leads_to_projection(node: fx.Node) -> bool:
@@ -115,12 +131,12 @@ def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
         layer.taken |= result.shards.keys() | result.sums | result.losses
     else:
         layer.refused.add(start)
-        made.kept.append(UnshardedNode(node=start, reason=result.reason, indivisible=result.indivisible))
+        made.kept.append(result.of(start))
 
 
 def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
     """Return the sharded region that starts at projection `start`, over `count` ranks, or the refusal if there is none."""
-    size = num_outputs(start)
+    size = shape(start)[-1]
     if size % count:
         return Refusal(start, f"{size} outputs do not divide by {count}", indivisible=True)
     columns: dict[fx.Node, tuple[int, ...]] = {start: (size,)}
@@ -132,7 +148,7 @@ def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusa
             flow.run(rule_of)
             return flow
         except RegionGrowth as growth:
-            columns |= {node: (num_outputs(node),) for node in growth.projections}
+            columns |= {node: (shape(node)[-1],) for node in growth.projections}
         except Refinement as refusal:
             refusals.append(refusal)
             columns[refusal.origin] = refusal.blocks
@@ -143,7 +159,8 @@ def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusa
                 break
             excluded.add(guilty[-1])
             del columns[guilty[-1]]
-    return _telling(refusals)
+    # The most informative one: about a size that does not divide, if there is one.
+    return next((refusal for refusal in reversed(refusals) if refusal.indivisible), refusals[-1])
 
 
 def _origins(flow: ShardFlow, node: fx.Node) -> set[fx.Node]:
@@ -151,18 +168,10 @@ def _origins(flow: ShardFlow, node: fx.Node) -> set[fx.Node]:
     return found | ({node} if node in flow.columns else set())
 
 
-def _telling(refusals: list[Refusal]) -> Refusal:
-    """Return the most informative refusal: one about a size that does not divide, if there is one; else the last."""
-    uneven = [refusal for refusal in refusals if refusal.indivisible]
-    return uneven[-1] if uneven else refusals[-1]
-
-
 def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> tuple[str, str] | None:
     """Return (parameter name, reason) if a parameter is not sharded alike in all its readers; None if all are."""
     wanted: dict[str, TensorShard] = {}
-    weights: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
-    for sharding in found.values():
-        weights |= sharding.weights()
+    weights = {pair: shard for sharding in found.values() for pair, shard in sharding.weights().items()}
     for (_, parameter), shard in weights.items():
         name = facts.parameters[str(parameter.target)]
         if wanted.setdefault(name, shard) != shard:
@@ -170,13 +179,9 @@ def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> 
     for name in wanted:
         for node, source in facts.readers[name]:
             if (node, source) not in weights:
-                reason = f"{name} is also read by {node.name} = {op_name(node)} in {_place(node)}, which stays whole"
-                return name, reason
+                where = layer_text(node) if node.op == "call_function" else "the result"
+                return name, f"{name} is also read by {node.name} = {op_name(node)} in {where}, which stays whole"
     return None
-
-
-def _place(node: fx.Node) -> str:
-    return f"layer {info(node).layer} of {info(node).component}" if node.op == "call_function" else "the result"
 
 
 def _drop(facts: GraphFacts, sharding: ComponentSharding, name: str, reason: str) -> None:
@@ -187,7 +192,7 @@ def _drop(facts: GraphFacts, sharding: ComponentSharding, name: str, reason: str
 
     for region in [region for region in sharding.regions if reads(parameter for _, parameter in region.weights)]:
         sharding.regions.remove(region)
-        sharding.kept += [UnshardedNode(node=node, reason=reason, indivisible=False) for node in region.columns]
+        sharding.kept += [Refusal(node, reason) for node in region.columns]
     for node in [node for node in sharding.embeddings if reads(node.all_input_nodes[:1])]:
         del sharding.embeddings[node]
-        sharding.kept.append(UnshardedNode(node=node, reason=reason, indivisible=False))
+        sharding.kept.append(Refusal(node, reason))

@@ -6,7 +6,7 @@ sharded region are parts (`TensorShard`); all others are whole, the same on ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,15 @@ from torch import fx
 
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.tensor_parallel.graph_facts import LayerFacts, projection
-from mmcompile.passes.values import op_name
+from mmcompile.passes.text import layer_text
+from mmcompile.passes.values import op_name, shape
 
 Shards = TensorShard | tuple[TensorShard | None, ...]
 """Sharding of a tensor, or of each item of a tuple (None for a whole item)."""
 
 
 class Refusal(Exception):
-    """Exception: a region cannot be sharded, for the given reason; the search for a region ends or tries another one."""
+    """Exception: a node, or the region that reaches it, cannot be sharded, for the given reason."""
 
     def __init__(self, node: fx.Node, reason: str, *, indivisible: bool = False) -> None:
         super().__init__(reason)
@@ -29,6 +30,10 @@ class Refusal(Exception):
         self.reason = reason
         self.indivisible = indivisible
         """True if a size does not divide by the degree, so that a smaller degree may work."""
+
+    def of(self, node: fx.Node) -> Refusal:
+        """Return the refusal of another node for the same reason."""
+        return Refusal(node, self.reason, indivisible=self.indivisible)
 
 
 class Refinement(Refusal):
@@ -95,11 +100,11 @@ class ShardFlow:
         if found.source in self.shards:
             raise Refusal(node, "it reads what another sharded projection made")
         blocks = self.columns[node]
-        self._shard_weight(node, found.weight, TensorShard(dim=found.output_dim, blocks=blocks, count=self.count))
+        self._shard_weight(node, found.weight, self.shard(found.output_dim, blocks))
         if found.bias is not None:
-            self._shard_weight(node, found.bias, TensorShard(dim=0, blocks=blocks, count=self.count))
+            self._shard_weight(node, found.bias, self.shard(0, blocks))
         self._enter(node, (found.source,))
-        self._made(node, TensorShard(dim=len(self.facts.shape(node)) - 1, blocks=blocks, count=self.count), {node})
+        self._made(node, self.shard(len(shape(node)) - 1, blocks), {node})
 
     def _follow(self, node: fx.Node, rule_of: Callable[[fx.Node], Rule | None]) -> None:
         if node in self.facts.taken:
@@ -118,7 +123,7 @@ class ShardFlow:
         """Record in `copies` the whole values that a sharded node reads: each rank computes only a part of their gradient."""
         for source in sources:
             whole = source not in self.shards and (node, source) not in self.weights
-            if whole and self.facts.carries(node) and self.facts.carries(source):
+            if whole and self.facts.whole.carries(node) and self.facts.whole.carries(source):
                 self.copies[node, source] = None
 
     def _made(self, node: fx.Node, shards: Shards, origins: Set[fx.Node]) -> None:
@@ -126,11 +131,11 @@ class ShardFlow:
         self.origins[node] = frozenset(origins)
         for user in node.users:
             if user not in self.facts.members:
-                where = "the graph's result" if user.op == "output" else self.facts.place(user)
+                where = "the graph's result" if user.op == "output" else layer_text(user)
                 raise Refusal(node, f"its result would leave the layer sharded, for {where}")
 
     def _shard_weight(self, reader: fx.Node, parameter: fx.Node, shard: TensorShard) -> None:
-        if not self.facts.is_parameter(parameter):
+        if not self.facts.whole.is_parameter(parameter):
             raise Refusal(reader, f"its weight {parameter.name} is computed, not a parameter")
         self.weights[reader, parameter] = shard
 
@@ -162,11 +167,18 @@ class ShardFlow:
                 if found.dim == wanted.dim:
                     self.refine(node, value, wanted.blocks, reason)
                 raise Refusal(node, reason)
-        elif self.facts.is_parameter(value):
+        elif self.facts.whole.is_parameter(value):
             self.weights[node, value] = wanted
         elif (node, value) not in self.parts:
             self.grow(value)
             self.parts[node, value] = wanted
+
+    def meet_along(self, node: fx.Node, values: Iterable[fx.Node], from_right: int, blocks: Sequence[int]) -> None:
+        """Require that inputs are sharded by blocks in dim `from_right`, counted back from -1, the last, where they have it."""
+        for value in values:
+            dim = len(shape(value)) + from_right
+            if value in self.shards or dim >= 0 and shape(value)[dim] != 1:
+                self.meet(node, value, self.shard(dim, blocks))
 
     def grow(self, value: fx.Node) -> None:
         """Request that the projections of this layer from which a whole value is made are sharded too, if there are any."""
@@ -194,10 +206,9 @@ class ShardFlow:
         now, made = self.shard_of(value).blocks, self.columns[origin]
         factor, rest = divmod(sum(made), sum(now))
         finer = tuple(block * factor for block in blocks)
-        if not rest and tuple(block * factor for block in now) == made and finer != made:
-            uneven = [block for block in finer if block % self.count]
-            if not uneven:
-                raise Refinement(node, reason, origin, finer, indivisible=indivisible)
+        even = not any(block % self.count for block in finer)
+        if even and not rest and tuple(block * factor for block in now) == made and finer != made:
+            raise Refinement(node, reason, origin, finer, indivisible=indivisible)
 
     def local(self, node: fx.Node, name: str, value: Any) -> None:
         """Record that `node` has another value for the argument `name` on a rank."""

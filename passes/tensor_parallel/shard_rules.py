@@ -12,90 +12,43 @@ import torch
 from torch import fx
 
 from mmcompile.ir.tensor_shard import TensorShard
-from mmcompile.passes.context_parallel.token_axis import argument
+from mmcompile.passes.dim_rules import PASSING, dims, is_pointwise
 from mmcompile.passes.tensor_parallel import view_rules as views
 from mmcompile.passes.tensor_parallel.attention_rules import attention, bitfield_attention, packed_attention
 from mmcompile.passes.tensor_parallel.graph_facts import projection
-from mmcompile.passes.tensor_parallel.shard_flow import Refusal, Rule, ShardFlow, Shards
-from mmcompile.passes.tensor_parallel.view_rules import dims, first
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.tensor_parallel.shard_flow import Refusal, Rule, ShardFlow
+from mmcompile.passes.tensor_parallel.view_rules import first
+from mmcompile.passes.values import argument, aten_ops, op_name, shape
 
 
 def rule_of(node: fx.Node) -> Rule | None:
     """Return the rule of a node's op; None if a sharded dim cannot be followed through it."""
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _pointwise
-    return _RULES.get(op_name(node))
+    return _pointwise if is_pointwise(node) else _RULES.get(op_name(node))
 
 
 def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of a pointwise op: dims of operands are matched from the right, as in broadcasting."""
     sharded = flow.sharded_inputs(node)[0]
-    wanted, rank = flow.shard_of(sharded), len(flow.facts.shape(sharded))
-    from_right = wanted.dim - rank
-    for value in node.all_input_nodes:
-        if not isinstance(value.meta.get("val"), torch.Tensor):
-            continue
-        shape = flow.facts.shape(value)
-        dim = from_right + len(shape)
-        if value in flow.shards or dim >= 0 and shape[dim] != 1:
-            flow.meet(node, value, flow.shard(dim, wanted.blocks))
-    return flow.shard(len(flow.facts.shape(node)) + from_right, wanted.blocks)
+    shard = flow.shard_of(sharded)
+    from_right = shard.dim - len(shape(sharded))
+    operands = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
+    flow.meet_along(node, operands, from_right, shard.blocks)
+    return flow.shard(len(shape(node)) + from_right, shard.blocks)
 
 
 def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of view_as_complex, where pairs in the last dim become one number, or of view_as_real, its inverse."""
     value = first(flow, node)
     shard = flow.shard_of(value)
-    if op_name(node) == "aten.view_as_complex" and shard.dim == len(flow.facts.shape(value)) - 1:
+    if op_name(node) == "aten.view_as_complex" and shard.dim == len(shape(value)) - 1:
         raise Refusal(node, "it joins pairs of the sharded dim")
-    return shard
-
-
-def _along(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Return the unchanged sharding of an op that works along other dims: softmax, topk."""
-    value = first(flow, node)
-    shard = flow.shard_of(value)
-    if shard.dim in dims(node, len(flow.facts.shape(value))):
-        raise Refusal(node, f"{op_name(node)} works along the sharded dim")
-    result = node.meta["val"]
-    return (shard,) * len(result) if isinstance(result, (tuple, list)) else shard
-
-
-def _reduction(flow: ShardFlow, node: fx.Node) -> Shards:
-    value = first(flow, node)
-    shard = flow.shard_of(value)
-    over = dims(node, len(flow.facts.shape(value)))
-    if shard.dim in over:
-        raise Refusal(node, f"{op_name(node)} reduces over the sharded dim")
-    kept = argument(node, "keepdim")
-    found = shard if kept else flow.shard(shard.dim - sum(dim < shard.dim for dim in over), shard.blocks)
-    result = node.meta["val"]
-    return (found,) * len(result) if isinstance(result, (tuple, list)) else found
-
-
-def _norm(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    value = first(flow, node)
-    shard = flow.shard_of(value)
-    if shard.dim >= len(flow.facts.shape(value)) - len(argument(node, "normalized_shape")):
-        raise Refusal(node, f"{op_name(node)} normalizes over the sharded dim")
-    return shard
-
-
-def _pad(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    value = first(flow, node)
-    shard = flow.shard_of(value)
-    amounts: Any = argument(node, "pad")
-    from_last = len(flow.facts.shape(value)) - 1 - shard.dim
-    if any(amount != 0 for amount in amounts[2 * from_last : 2 * from_last + 2]):
-        raise Refusal(node, "it pads the sharded dim")
     return shard
 
 
 def _cat(flow: ShardFlow, node: fx.Node) -> TensorShard:
     parts: Any = node.args[0]
     shard = flow.shard_of(flow.sharded_inputs(node)[0])
-    dim = argument(node, "dim") % len(flow.facts.shape(parts[0]))
+    dim = argument(node, "dim") % len(shape(parts[0]))
     if dim != shard.dim:
         for part in parts:
             flow.meet(node, part, shard)
@@ -114,7 +67,7 @@ def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
     shard = flow.shard_of(flow.sharded_inputs(node)[0])
     for part in parts:
         flow.meet(node, part, shard)
-    dim = argument(node, "dim") % (len(flow.facts.shape(parts[0])) + 1)
+    dim = argument(node, "dim") % (len(shape(parts[0])) + 1)
     return flow.shard(shard.dim + (dim <= shard.dim), shard.blocks)
 
 
@@ -127,7 +80,7 @@ def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(weight, fx.Node):
         raise Refusal(node, "its weight is computed from what is sharded")
     shard = flow.shard_of(value)
-    if shard.dim < len(flow.facts.shape(value)) - 1:
+    if shard.dim < len(shape(value)) - 1:
         return shard
     found = projection(node)
     if found is None:
@@ -141,7 +94,7 @@ def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
     found = projection(node)
     if found is not None and found.source in flow.shards:
         shard = flow.shard_of(found.source)
-        if shard.dim < len(flow.facts.shape(found.source)) - 1:
+        if shard.dim < len(shape(found.source)) - 1:
             return shard
         flow.row(node, found.weight, flow.shard(0, shard.blocks))
         return None
@@ -149,21 +102,18 @@ def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
         raise Refusal(node, "it adds to a product of sharded values")
     left, right = node.args[:2]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    if min(len(flow.facts.shape(left)), len(flow.facts.shape(right))) < 2:
+    if min(len(shape(left)), len(shape(right))) < 2:
         raise Refusal(node, "a factor is a vector")
     sharded = left if left in flow.shards else right
-    shard, rank = flow.shard_of(sharded), len(flow.facts.shape(sharded))
-    from_right = shard.dim - rank
+    shard = flow.shard_of(sharded)
+    from_right = shard.dim - len(shape(sharded))
     if from_right >= -2:
         other = right if sharded is left else left
         if from_right != (-2 if sharded is left else -1) or other in flow.shards:
             raise Refusal(node, "it sums over the sharded dim, which is no dim of a weight")
     else:
-        for value in (left, right):
-            dim = len(flow.facts.shape(value)) + from_right
-            if value in flow.shards or dim >= 0 and flow.facts.shape(value)[dim] != 1:
-                flow.meet(node, value, flow.shard(dim, shard.blocks))
-    return flow.shard(len(flow.facts.shape(node)) + from_right, shard.blocks)
+        flow.meet_along(node, (left, right), from_right, shard.blocks)
+    return flow.shard(len(shape(node)) + from_right, shard.blocks)
 
 
 def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
@@ -177,13 +127,13 @@ def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
         raise Refusal(node, "it picks entries of the sharded dim, or by a mask")
     if used != list(range(used[0], used[-1] + 1)):
         raise Refusal(node, "it picks entries of dims that do not follow each other")
-    added = max(len(flow.facts.shape(index)) for index in given) - len(used)
+    added = max(len(shape(index)) for index in given) - len(used)
     return flow.shard(shard.dim + (added if used[0] < shard.dim else 0), shard.blocks)
 
 
 def _index_select(flow: ShardFlow, node: fx.Node) -> TensorShard:
     value = first(flow, node)
-    if dims(node, len(flow.facts.shape(value))) == (flow.shard_of(value).dim,):
+    if dims(node) == (flow.shard_of(value).dim,):
         raise Refusal(node, "it picks entries of the sharded dim by number")
     return flow.shard_of(value)
 
@@ -211,19 +161,9 @@ def _token_loss(flow: ShardFlow, node: fx.Node) -> None:
     flow.losses.add(node)
 
 
-_UNTAGGED_POINTWISE = aten_ops(
-    "to _to_copy type_as contiguous alias detach dropout bernoulli zeros_like ones_like full_like rand_like "
-    "randn_like empty_like where masked_fill fill lift_fresh_copy log_sigmoid logsigmoid softsign"
-)
 _TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
-    (_UNTAGGED_POINTWISE, _pointwise),
-    (aten_ops("softmax _softmax log_softmax _log_softmax topk sort argsort cumsum cumprod flip roll"), _along),
-    (
-        aten_ops("sum mean amax amin max min argmax argmin prod var std norm linalg_vector_norm logsumexp any all"),
-        _reduction,
-    ),
-    (aten_ops("layer_norm rms_norm"), _norm),
-    (aten_ops("pad constant_pad_nd"), _pad),
+    (aten_ops("where"), _pointwise),
+    (PASSING, views.passed),
     (aten_ops("chunk split split_with_sizes"), views.split),
     (aten_ops("slice"), views.slice_),
     (aten_ops("narrow"), views.narrow),
@@ -232,9 +172,6 @@ _TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
     (aten_ops("view reshape _unsafe_view flatten unflatten squeeze unsqueeze"), views.view),
     (aten_ops("view_as reshape_as"), views.view_as),
     (aten_ops("expand"), views.expand),
-    (aten_ops("transpose"), views.transpose),
-    (aten_ops("t mT"), views.matrix_transpose),
-    (aten_ops("permute"), views.permute),
     (aten_ops("repeat"), views.repeat),
     (aten_ops("repeat_interleave"), views.repeat_interleave),
     (aten_ops("cat"), _cat),

@@ -16,21 +16,22 @@ Source: SimpleFSDP (arXiv 2411.00284).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from mmcompile.errors import ConfigError, PlanError
-from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, ParameterSpec, info
+from mmcompile.ir.copy import copied, rewritten
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, describe, info
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.kernels.process_groups import REPLICA_GROUP
 from mmcompile.kernels.sharded_parameters.gather_ops import gather_parameter as gather_parameter
 from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
+from mmcompile.passes.tensor_parallel.tensor_parallel import check_given_once
 from mmcompile.passes.values import tensors
 
 
@@ -57,62 +58,49 @@ class ShardedParameters(Rewrite):
     """Name of the process group of the replicas of a stage; a process is in at most one such group."""
 
     def __post_init__(self) -> None:
-        twice = [name for name, number in Counter(name for name, _ in self.degrees).items() if number > 1]
-        if twice:
-            raise ConfigError(f"component {twice[0]} is given several numbers of replicas; give one")
+        check_given_once(self.degrees, "numbers of replicas")
         for name, degree in self.degrees:
             if degree < 2:
                 raise ConfigError(f"{name} has {degree} replicas, and parameters are shared by 2 or more: leave it out")
 
     def run(self, graph: ModelGraph) -> ModelGraph:
         """Return the graph with `gather_parameter` nodes and sharded parameters."""
-        names = [component.name for component in graph.components]
-        for name, _ in self.degrees:
-            if name not in names:
-                raise ConfigError(f"no component {name!r} to shard; components are {', '.join(names)}")
+        graph.check_components((name for name, _ in self.degrees), "to shard")
         made = copied(graph)
         facts = GraphFacts(graph=made)
         shards: dict[str, TensorShard] = {}
         lines: list[str] = []
         for name, degree in self.degrees:
-            own = _Parameters.of(facts, name, dict(self.degrees))
-            lines.append(f"{self.name}: {degree} replicas of {name} {own.summary()}")
-            shards |= {spec.name: _before(made, spec).spread(degree) for spec in own.shared}
+            reasons = _reasons(facts, name, dict(self.degrees))
+            lines.append(f"{self.name}: {degree} replicas of {name} {_summary(reasons)}")
+            shards |= {spec.name: _before(made, spec).spread(degree) for spec, reason in reasons.items() if not reason}
         if not shards:
             raise PlanError(f"no parameter can be shared, so leave out fsdp: {'; '.join(lines)}")
         for parameter, shard in shards.items():
             self._gather(facts, parameter, shard)
-        made.module.graph.lint()
-        made.module.recompile()
-        return replace(made, shards={**made.shards, **shards}, rewrites=(*made.rewrites, *lines))
+        return rewritten(made, lines, shards={**made.shards, **shards})
 
     def _gather(self, facts: GraphFacts, parameter: str, shard: TensorShard) -> None:
         """Insert one node that gathers a parameter, sharded as `shard`, in each layer that reads it."""
         readers: dict[tuple[str | None, int], list[tuple[fx.Node, fx.Node]]] = {}
         for reader, source in sorted(facts.readers[parameter], key=lambda pair: pair[0]):
             readers.setdefault((info(reader).component, info(reader).layer), []).append((reader, source))
+        blocks = [block * shard.replicas // shard.count for block in shard.blocks]
         for own in readers.values():
             first, source = own[0]
             with first.graph.inserting_before(first):
                 target = torch.ops.mmcompile.gather_parameter.default
-                blocks = [block * shard.replicas // shard.count for block in shard.blocks]
                 made = first.graph.call_function(target, (source, self.group, shard.replicas, shard.dim, blocks))
-            note, whole = info(first), tensors(source)[0]
-            made.meta = {
-                META_KEY: NodeInfo(
-                    component=note.component,
-                    layer=note.layer,
-                    module_path=note.module_path,
-                    carries_gradient=facts.carries(source) and note.carries_gradient,
-                ),
-                "val": torch.empty(whole.shape, dtype=whole.dtype, device="meta"),
-                "module_path": note.module_path,
-            }
+            carries = facts.carries(source) and info(first).carries_gradient
+            whole = tensors(source)[0]
+            value = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+            describe(made, info(first).at_same_place(carries_gradient=carries), value)
             for reader, source in own:
                 reader.replace_input_with(source, made)
         for node in {source for _, source in facts.readers[parameter]}:
             whole = tensors(node)[0]
-            node.meta["val"] = torch.empty(_shared(whole.shape, shard), dtype=whole.dtype, device="meta")
+            part = (*whole.shape[: shard.dim], whole.shape[shard.dim] // shard.replicas, *whole.shape[shard.dim + 1 :])
+            node.meta["val"] = torch.empty(part, dtype=whole.dtype, device="meta")
 
 
 def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
@@ -120,43 +108,22 @@ def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
     return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
 
 
-def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
-    """Return the shape of a replica's part of a tensor-parallel rank's tensor, which has shape `shape` before it is divided."""
-    return (*shape[: shard.dim], shape[shard.dim] // shard.replicas, *shape[shard.dim + 1 :])
+def _reasons(facts: GraphFacts, component: str, degrees: Mapping[str, int]) -> dict[ParameterSpec, str]:
+    """Return parameter that a component reads -> reason why it stays whole; "" if the component's replicas shard it."""
+    found: dict[ParameterSpec, str] = {}
+    for spec in facts.graph.parameters:
+        reading = {info(reader).component for reader, _ in facts.readers.get(spec.name, ())}
+        if component in reading:
+            found[spec] = _whole(spec, _before(facts.graph, spec), reading, degrees, degrees[component])
+    return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Parameters:
-    """Sorts the parameters that one component reads into those that its replicas shard and those that stay whole."""
-
-    shared: Sequence[ParameterSpec]
-    whole: Sequence[tuple[ParameterSpec, str]] = field(default=())
-    """Parameters that stay whole: (parameter, reason)."""
-
-    @classmethod
-    def of(cls, facts: GraphFacts, component: str, degrees: Mapping[str, int]) -> _Parameters:
-        shared: list[ParameterSpec] = []
-        whole: list[tuple[ParameterSpec, str]] = []
-        for spec in facts.graph.parameters:
-            reading = {info(reader).component for reader, _ in facts.readers.get(spec.name, ())}
-            if component in reading:
-                reason = _whole(spec, _before(facts.graph, spec), reading, degrees, degrees[component])
-                if reason:
-                    whole.append((spec, reason))
-                else:
-                    shared.append(spec)
-        return cls(shared=shared, whole=whole)
-
-    def reasons(self) -> str:
-        counts = Counter(reason for _, reason in self.whole)
-        return ", ".join(f"{number} {reason}" for reason, number in counts.items()) or "it reads none"
-
-    def summary(self) -> str:
-        elements = sum(spec.num_elements for spec in self.shared)
-        everything = elements + sum(spec.num_elements for spec, _ in self.whole)
-        kept = f"; whole: {self.reasons()}" if self.whole else ""
-        share = f", {elements / everything:.1%} of all elements" if everything else ""
-        return f"share {len(self.shared)} parameters{share}{kept}"
+def _summary(reasons: Mapping[ParameterSpec, str]) -> str:
+    shared = [spec for spec, reason in reasons.items() if not reason]
+    everything = sum(spec.num_elements for spec in reasons)
+    share = f", {sum(spec.num_elements for spec in shared) / everything:.1%} of all elements" if everything else ""
+    whole = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).items() if reason)
+    return f"share {len(shared)} parameters{share}{f'; whole: {whole}' if whole else ''}"
 
 
 def _whole(

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from mmcompile.costmodel.sharding import TensorShare
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, info, reached
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.cost.op_flops import keys_and_values
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
-from mmcompile.passes.tensor_parallel.rank_costs import Parts, rank_parts
 from mmcompile.passes.tensor_parallel.regions import ComponentSharding, shardings
 from mmcompile.passes.tensor_parallel.tensor_report import kept_lines
-from mmcompile.passes.tensor_parallel.tensor_shares import tensor_shares
+from mmcompile.passes.tensor_parallel.tensor_shares import Parts, rank_parts, tensor_shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +48,7 @@ def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None
     names = [component.name for component in graph.components]
     degrees = [1 << power for power in range(1, max_degree.bit_length()) if 1 << power <= max_degree]
     found = {degree: shardings(facts, dict.fromkeys(names, degree)) for degree in degrees}
-    parts = {} if costs is None else {degree: _parts(graph, costs, own, degree) for degree, own in found.items()}
+    parts = {} if costs is None else {degree: rank_parts(graph, costs, own, degree) for degree, own in found.items()}
     return {
         name: _axes(
             facts,
@@ -59,12 +58,6 @@ def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None
         )
         for name in names
     }
-
-
-def _parts(
-    graph: ModelGraph, costs: CostTable, found: Mapping[str, ComponentSharding], degree: int
-) -> Mapping[str, tuple[Parts, ...]]:
-    return rank_parts(graph, costs, [name for name, own in found.items() if own.regions or own.embeddings], degree)
 
 
 def _axes(
@@ -90,16 +83,13 @@ def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int,
     sharded = _projections(sharding)
     if not sharded:
         return next(iter(dict.fromkeys(reasons.values())), "it has no projections")
-    attending = [node for node in own if keys_and_values(node)]
-    whole = next((node for node in attending if node not in sharding.attention()), None)
-    elsewhere = set[fx.Node]().union(*map(_projections, found.values()))
-    lost = [
-        node for node in own if node in elsewhere - sharded and node in reasons and not _shares_heads(node, sharding)
-    ]
-    if lost:
-        return reasons[lost[0]]
-    if whole is not None:
-        return _before(whole, reasons) or "the heads of its attention cannot be sharded"
+    lost = set[fx.Node]().union(*map(_projections, found.values())) - sharded
+    for node in own:
+        if node in lost and node in reasons and not _shares_heads(node, sharding):
+            return reasons[node]
+    for node in own:
+        if keys_and_values(node) and node not in sharding.attention():
+            return _before(node, reasons) or "the heads of its attention cannot be sharded"
     return None
 
 
@@ -111,17 +101,12 @@ def _projections(sharding: ComponentSharding) -> set[fx.Node]:
 def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
     """Return whether a projection makes fewer key or value heads than there are ranks, so that ranks use the same heads."""
     taken = {value for region in sharding.regions for _, value in (*region.heads, *region.parts)}
-    waiting, seen = [node], set[fx.Node]()
-    while waiting:
-        value = waiting.pop()
-        if value in taken:
-            return True
-        if value not in seen and not keys_and_values(value):
-            seen.add(value)
-            waiting += [
-                user for user in value.users if user.op == "call_function" and info(user).layer == info(node).layer
-            ]
-    return False
+
+    def readers(value: fx.Node) -> list[fx.Node]:
+        users = () if keys_and_values(value) else value.users
+        return [user for user in users if user.op == "call_function" and info(user).layer == info(node).layer]
+
+    return not taken.isdisjoint(reached([node], readers))
 
 
 def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
@@ -139,8 +124,8 @@ def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
 
 def _share(facts: GraphFacts, sharding: ComponentSharding) -> float:
     component = facts.graph.component(sharding.component)
-    sizes = {spec.name: spec.num_elements for spec in facts.graph.parameters}
     own = {facts.parameters[name] for layer in component.layers for name in layer.parameters}
     sharded = {facts.parameters[str(parameter.target)] for _, parameter in sharding.weights()}
-    total = sum(sizes[name] for name in own)
-    return sum(sizes[name] for name in own & sharded) / total if total else 0.0
+    elements = {name: facts.graph.specs[name].num_elements for name in own}
+    total = sum(elements.values())
+    return sum(elements[name] for name in own & sharded) / total if total else 0.0

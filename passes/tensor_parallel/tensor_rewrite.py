@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import META_KEY, NodeInfo, info
+from mmcompile.ir.graph import ModelGraph, component_of, describe, info
 from mmcompile.ir.tensor_shard import TensorShard
-from mmcompile.kernels.tensor_parallel.boundary_ops import tp_copy as tp_copy
+from mmcompile.kernels.tensor_parallel.boundary_ops import tp_exit as tp_exit
 from mmcompile.kernels.tensor_parallel.vocabulary import tp_embedding as tp_embedding
-from mmcompile.passes.context_parallel.token_axis import argument, set_argument, sizes
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, projection
 from mmcompile.passes.tensor_parallel.regions import ComponentSharding
 from mmcompile.passes.tensor_parallel.shard_flow import ShardFlow, Shards
-from mmcompile.passes.values import aliased, aten_ops, op_name, tensors
+from mmcompile.passes.values import aliased, argument, aten_ops, computed, op_name, set_argument, shape, sizes, tensors
 
-aten = torch.ops.aten
-_META = torch.device("meta")
+aten, ops = torch.ops.aten, torch.ops.mmcompile
 # Copies of elements and views of them: the gradients of their results add up as those of what they are made from.
 _REARRANGES = aten_ops(
     "view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand transpose permute contiguous clone repeat_interleave"
@@ -53,7 +50,7 @@ class ShardRewriter:
 
     def _region(self, region: ShardFlow) -> None:
         self._partial_inputs(region)
-        for (node, value), _ in list(region.copies.items()):
+        for node, value in region.copies:
             if (node, value) not in region.parts and (node, value) not in region.heads:
                 whole = self._summed.get(value, value)
                 node.replace_input_with(whole, self._copy(node, whole, region.count))
@@ -71,20 +68,23 @@ class ShardRewriter:
     def _partial_inputs(self, region: ShardFlow) -> None:
         """Replace whole values of which a rank reads only a part by nodes that make the part."""
         for (node, value), shard in region.parts.items():
-            made = self._part(region, node, value, shard.dim, shard.blocks, torch.ops.mmcompile.tp_slice.default)
-            _describe(made, value, shard.local_sizes(sizes(value)))
-            node.replace_input_with(self._summed.get(value, value), made)
+            full = shard.local_sizes(sizes(value))
+            self._part(region, node, value, (shard.dim, shard.blocks), full, ops.tp_slice.default)
         for (node, value), heads in region.heads.items():
-            dim = len(sizes(value)) - 3
-            made = self._part(region, node, value, dim, heads, torch.ops.mmcompile.tp_heads.default)
-            full = list(sizes(value))
-            full[dim] = len(heads) // region.count
-            _describe(made, value, full)
-            node.replace_input_with(self._summed.get(value, value), made)
+            *outer, _, tokens, width = sizes(value)
+            full = (*outer, len(heads) // region.count, tokens, width)
+            self._part(region, node, value, (len(outer), heads), full, ops.tp_heads.default)
 
     def _part(
-        self, region: ShardFlow, node: fx.Node, value: fx.Node, dim: int, layout: Sequence[int], target: Any
-    ) -> fx.Node:
+        self,
+        region: ShardFlow,
+        node: fx.Node,
+        value: fx.Node,
+        layout: tuple[int, Sequence[int]],
+        full: Sequence[Any],
+        target: Any,
+    ) -> None:
+        """Replace an input of `node` by the part of sizes `full` that op `target` makes of it; `layout`: dim, blocks or heads."""
         carries = (node, value) in region.copies
         source = value = self._summed.get(value, value)
         if carries:
@@ -94,17 +94,18 @@ class ShardRewriter:
                 source = made
             else:
                 reader.replace_input_with(copied, made)
-        return self._call(node, target, (source, dim, list(layout), self.group, region.count), like=node)
+        dim, parts = layout
+        arguments = (source, dim, list(parts), self.group, region.count)
+        node.replace_input_with(value, _inserted(node, target, arguments, like=node, shaped=value, full=full))
 
     def _copy(self, node: fx.Node, value: fx.Node, count: int) -> fx.Node:
         """Return the `tp_copy` node of a value, one for all readers in a layer."""
-        key = (value, info(node).component, info(node).layer)
+        key = (value, component_of(node), info(node).layer)
         if key not in self._copies:
-            own = self.facts.layers[str(info(node).component), info(node).layer]
-            first = next(other for other in own if value < other)  # Other readers may come before this one.
-            made = self._call(first, torch.ops.mmcompile.tp_copy.default, (value, self.group, count), like=node)
-            _describe(made, value, sizes(value))
-            self._copies[key] = made
+            # Other readers may come before this one.
+            first = next(other for other in self.facts.layers[key[1:]] if value < other)
+            arguments = (value, self.group, count)
+            self._copies[key] = _inserted(first, ops.tp_copy.default, arguments, like=node, shaped=value)
         return self._copies[key]
 
     def _sum(self, node: fx.Node, count: int) -> None:
@@ -116,24 +117,18 @@ class ShardRewriter:
             node.target, node.args = aten.mm.default, (found.source, found.weight)
         elif found.bias is not None:
             node.args, node.kwargs = (found.source, found.weight), {}
-        result = self._after(node, torch.ops.mmcompile.tp_sum.default, (node, self.group, count))
-        _describe(result, node, sizes(node))
+        result = _inserted(node.next, ops.tp_sum.default, (node, self.group, count), like=node, shaped=node)
         if found.bias is not None:
-            total = self._after(result, aten.add.Tensor, (result, found.bias))
-            _describe(total, node, sizes(node))
-            result = total
+            result = _inserted(result.next, aten.add.Tensor, (result, found.bias), like=node, shaped=node)
         self._replace(node, users, result)
 
     def _embedding(self, node: fx.Node, shard: TensorShard) -> None:
-        table, ids = argument(node, "weight"), argument(node, "indices")
-        padding = argument(node, "padding_idx")
-        rows = shard.size
+        table, ids, padding = (argument(node, name) for name in ("weight", "indices", "padding_idx"))
         users = list(node.users)
-        node.target = torch.ops.mmcompile.tp_embedding.default
-        node.args = (table, ids, padding % rows if padding != -1 else -1, self.group, shard.count)
+        node.target = ops.tp_embedding.default
+        node.args = (table, ids, padding % shard.size if padding != -1 else -1, self.group, shard.count)
         node.kwargs = {}
-        result = self._after(node, torch.ops.mmcompile.tp_sum.default, (node, self.group, shard.count))
-        _describe(result, node, sizes(node))
+        result = _inserted(node.next, ops.tp_sum.default, (node, self.group, shard.count), like=node, shaped=node)
         self._replace(node, users, result)
 
     def _replace(self, node: fx.Node, users: Iterable[fx.Node], result: fx.Node) -> None:
@@ -145,39 +140,35 @@ class ShardRewriter:
         logits, labels, ignore_index = node.args
         loss, num_tokens = tensors(node)
         assert isinstance(labels, fx.Node)
-        node.target = torch.ops.mmcompile.tp_token_loss.default
+        node.target = ops.tp_token_loss.default
         node.args = (logits, labels, ignore_index, self.group, count)
         of_tokens = torch.empty(tensors(labels)[0].shape, dtype=loss.dtype, device="meta")
         node.meta["val"] = (loss, num_tokens, of_tokens)
 
-    def _call(self, before: fx.Node, target: Any, arguments: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
-        with before.graph.inserting_before(before):
-            return _annotated(before.graph.call_function(target, arguments), like)
 
-    def _after(self, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
-        with node.graph.inserting_after(node):
-            return _annotated(node.graph.call_function(target, arguments), node)
+def _inserted(
+    before: fx.Node,
+    target: Any,
+    arguments: tuple[Any, ...],
+    *,
+    like: fx.Node,
+    shaped: fx.Node,
+    full: Sequence[Any] | None = None,
+) -> fx.Node:
+    """Insert a call, and return it.
 
-
-def _annotated(made: fx.Node, like: fx.Node) -> fx.Node:
-    note = info(like)
-    made.meta[META_KEY] = NodeInfo(
-        component=note.component,
-        layer=note.layer,
-        module_path=note.module_path,
-        carries_gradient=note.carries_gradient,
-    )
-    made.meta["module_path"] = note.module_path
-    return made
-
-
-def _describe(made: fx.Node, like: fx.Node, full: Iterable[Any]) -> None:
-    """Record the value of a new node: the dtype of `like`, and the sizes `full`, whose symbols have the numbers of `like`."""
-    full = tuple(full)
-    known = [int(size) for size in tensors(like)[0].shape]
-    shape = [size if isinstance(size, int) else now for size, now in zip(full, known, strict=True)]
-    made.meta["val"] = torch.empty(shape, dtype=tensors(like)[0].dtype, device="meta")
-    made.meta["symbolic_shape"] = full
+    Args:
+        before: node in front of which the call is inserted.
+        like: node of the same layer, module and gradient.
+        shaped: node whose value has the same dtype and, if `full` is None, the same sizes.
+        full: sizes of the result; those that are symbols have the numbers of `shaped`.
+    """
+    full = sizes(shaped) if full is None else full
+    known = [size if isinstance(size, int) else now for size, now in zip(full, shape(shaped), strict=True)]
+    value = torch.empty(known, dtype=tensors(shaped)[0].dtype, device="meta")
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, arguments)
+    return describe(made, info(like).at_same_place(carries_gradient=info(like).carries_gradient), value, full)
 
 
 def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
@@ -193,15 +184,8 @@ def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node,
         if not single or op_name(value) not in _REARRANGES:
             return best
         reader, value = value, value.all_input_nodes[0]
-        if not region.facts.carries(value):
+        if not region.facts.whole.carries(value):
             return best
-
-
-def _on_meta(value: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor on the meta device with the shape and strides of a recorded value."""
-    if value.device == _META:
-        return value
-    return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=_META)
 
 
 def _set_local(parameter: fx.Node, shard: TensorShard) -> None:
@@ -219,7 +203,7 @@ def _localize(node: fx.Node, shards: Shards) -> None:
         for value, shard in zip(before, each, strict=True)
     ]
     if aliased(node):
-        node.meta["val"] = _run(node)
+        node.meta["val"] = computed(node)
     else:
         made = tuple(_part_like(value, shape) for value, shape in zip(before, wanted, strict=True))
         node.meta["val"] = made if isinstance(shards, tuple) else made[0]
@@ -231,16 +215,48 @@ def _localize(node: fx.Node, shards: Shards) -> None:
         node.meta["symbolic_shape"] = shards.local_sizes(full)
 
 
-def _run(node: fx.Node) -> Any:
-    """Return the result of a view op, computed on recorded values without data."""
-    given = pytree.tree_map_only(torch.device, lambda _: _META, (node.args, dict(node.kwargs)))
-    args, kwargs = fx.map_arg(given, lambda source: pytree.tree_map_only(torch.Tensor, _on_meta, source.meta["val"]))
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
 def _part_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return an empty tensor of `shape` whose dims have the same order in memory as in `value`."""
     order = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
-    laid_out = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device=_META)
+    laid_out = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device="meta")
     return laid_out.permute([order.index(dim) for dim in range(value.ndim)])
+
+
+def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> ModelGraph:
+    """Insert nodes that keep gradients whole between components, where one has a tensor-parallel degree above 1.
+
+    Each rank of the consumer has the whole gradient: `tp_enter` zeroes it on all ranks but one, so that the sum over
+    ranks is the gradient. One rank of the producer receives this sum: `tp_exit` sends it to all ranks of the producer.
+    """
+    exits: dict[fx.Node, fx.Node] = {}
+    enters: dict[tuple[fx.Node, str, int], fx.Node] = {}
+    for value, node in list(_crossing(graph)):
+        if not info(value).carries_gradient or not info(node).carries_gradient:
+            continue
+        producer, consumer, made = component_of(value), component_of(node), value
+        if degrees[producer] > 1:
+            if value not in exits:
+                arguments = (value, group, degrees[producer])
+                exits[value] = _inserted(value.next, ops.tp_exit.default, arguments, like=value, shaped=value)
+            made = exits[value]
+        if degrees[consumer] > 1:
+            key = (value, consumer, info(node).layer)
+            if key not in enters:
+                arguments = (made, group, degrees[consumer])
+                enters[key] = _inserted(node, ops.tp_enter.default, arguments, like=node, shaped=made)
+            made = enters[key]
+        node.replace_input_with(value, made)
+    # The edges of the component DAG, with the names of the values now sent.
+    flowing: dict[tuple[str, str], dict[str, None]] = {edge[:2]: {} for edge in graph.edges}
+    for value, node in _crossing(graph):
+        flowing[component_of(value), component_of(node)][value.name] = None
+    return replace(graph, edges=tuple((*pair, tuple(names)) for pair, names in flowing.items()))
+
+
+def _crossing(graph: ModelGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (value, reader of another component), readers in graph order; shared nodes are left out."""
+    for node in graph.calls:
+        for value in node.all_input_nodes if not info(node).shared else ():
+            own = value.op == "call_function" and not info(value).shared
+            if own and component_of(value) != component_of(node):
+                yield value, node

@@ -1,20 +1,29 @@
-"""`tensor_shares`: bytes that tensor-parallel ranks exchange in each layer, and shares of its cost, before any rewrite."""
+"""`tensor_shares`: bytes that tensor-parallel ranks exchange in each layer; `rank_parts`: one rank's shares of its cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
+from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.sharding import TensorShare
-from mmcompile.ir.graph import info
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.passes.base import Fact
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.cost.cost_table import PERMANENT, SIZED, CostTable
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
-from mmcompile.passes.tensor_parallel.rank_costs import Parts
 from mmcompile.passes.tensor_parallel.regions import ComponentSharding
 from mmcompile.passes.tensor_parallel.shard_flow import ShardFlow
+from mmcompile.passes.tensor_parallel.tensor_parallel import TensorParallel
 from mmcompile.passes.tensor_parallel.tensor_rewrite import smallest
 from mmcompile.passes.values import num_bytes, tensors
 
+Parts = tuple[tuple[str, float], ...]
+"""Pairs (field of `LayerCost`, one rank's fraction of it); a field that is not listed is the whole divided by the degree."""
+_GIVEN = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 _LOSS_NUMBERS = 3
 """Number of values per token that a loss over a sharded vocabulary sums over ranks, in two messages (`tp_token_loss`)."""
 
@@ -28,25 +37,17 @@ def tensor_shares(
         parts: one rank's share of each layer's cost; None if unknown.
     """
     component = facts.graph.component(sharding.component)
-    sizes = {spec.name: spec for spec in facts.graph.parameters}
+    specs = facts.graph.specs
     sharded = {facts.parameters[str(parameter.target)] for _, parameter in sharding.weights()}
-    summed: dict[int, list[int]] = {}
-    copied: dict[int, list[int]] = {}
-    for node in sharding.embeddings:
-        summed.setdefault(info(node).layer, []).append(_bytes(node))
-    regions: dict[int, list[ShardFlow]] = {}
-    for region in sharding.regions:
-        regions.setdefault(info(region.facts.nodes[0]).layer, []).append(region)
-    for layer, own in regions.items():
-        summed.setdefault(layer, []).extend(size for region in own for size in _sums(region))
-        copied[layer] = [_bytes(value) for value in dict.fromkeys(value for region in own for value in _copies(region))]
-    for (name, layer), nodes in facts.layers.items():
-        if name == component.name:
-            copied.setdefault(layer, []).extend(_bytes(node) for node in nodes if _is_sent_away(facts, node))
     made = []
     for layer in component.layers:
-        held = [sizes[name] for name in {facts.parameters[name] for name in layer.parameters} & sharded]
-        sums, copies = summed.get(layer.index, []), copied.get(layer.index, [])
+        nodes = facts.layers.get((component.name, layer.index), ())
+        regions = [region for region in sharding.regions if info(region.facts.nodes[0]).layer == layer.index]
+        sums = [_bytes(node) for node in nodes if node in sharding.embeddings]
+        sums += [size for region in regions for size in _sums(region)]
+        copies = [_bytes(value) for value in dict.fromkeys(value for region in regions for value in _copies(region))]
+        copies += [_bytes(node) for node in nodes if _is_sent_away(facts, node)]
+        held = [specs[name] for name in {facts.parameters[name] for name in layer.parameters} & sharded]
         made.append(
             TensorShare(
                 sums=len(sums),
@@ -59,6 +60,35 @@ def tensor_shares(
             )
         )
     return tuple(made)
+
+
+def rank_parts(
+    graph: ModelGraph, whole: CostTable, found: Mapping[str, ComponentSharding], degree: int
+) -> Mapping[str, tuple[Parts, ...]]:
+    """Return component -> one rank's shares in the cost of each of its layers, for the captured batch.
+
+    The shares are measured on the sharded graph, which the ranks run. Values outside sharded regions (residuals, norms)
+    stay whole on every rank, regions are divided, and exchanges add copies; the cost pass counts all of this.
+
+    Args:
+        graph: annotated by gradient-flow; it is not changed.
+        whole: costs of `graph`.
+        found: component -> its sharding over `degree` ranks; components of which nothing is sharded are left out.
+    """
+    degrees = tuple((name, degree) for name, own in found.items() if own.regions or own.embeddings)
+    if not degrees:
+        return {}
+    cost = Cost()
+    table = Pipeline(passes=(TensorParallel(degrees=degrees), GradientFlow(), cost), given=_GIVEN).run(graph).of(cost)
+    return {
+        name: tuple(_parts(before, after, degree) for before, after in zip(whole[name], table[name], strict=True))
+        for name, _ in degrees
+    }
+
+
+def _parts(whole: LayerCost, rank: LayerCost, degree: int) -> Parts:
+    amounts = ((name, getattr(rank, name), getattr(whole, name)) for name in SIZED if name not in PERMANENT)
+    return tuple((name, has / all_) for name, has, all_ in amounts if all_ and has * degree != all_)
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:
@@ -86,4 +116,4 @@ def _is_sent_away(facts: GraphFacts, node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(num_bytes(tensor) for tensor in tensors(node)[:1])
+    return sum(map(num_bytes, tensors(node)[:1]))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 from typing import Any
 
 from torch import fx
 
 from mmcompile.ir.tensor_shard import TensorShard
-from mmcompile.passes.context_parallel.token_axis import argument, has_argument
+from mmcompile.passes.dim_rules import dims, passed_dim
 from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow, Shards
-from mmcompile.passes.values import tensors
+from mmcompile.passes.values import argument, has_argument, op_name, shape, tensors
 
 _MANY_BLOCKS = 1024
 
@@ -26,12 +27,18 @@ def first(flow: ShardFlow, node: fx.Node) -> fx.Node:
     return value
 
 
-def dims(node: fx.Node, rank: int) -> tuple[int, ...]:
-    """Return the dims that an op works over; all dims if its arguments name none."""
-    given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
-    if given is None or given == []:
-        return tuple(range(rank))
-    return tuple(dim % rank for dim in ([given] if isinstance(given, int) else given))
+def passed(flow: ShardFlow, node: fx.Node) -> Shards:
+    """Return the sharding of an op that treats the sharded dim as any other."""
+    shard = flow.shard_of(first(flow, node))
+    found = passed_dim(node, shard.dim)
+    if isinstance(found, str):
+        raise Refusal(node, f"{'it' if found == 'pads' else op_name(node)} {found} the sharded dim")
+    return _each_result(node, flow.shard(found, shard.blocks))
+
+
+def _each_result(node: fx.Node, shard: TensorShard) -> Shards:
+    """Return the sharding of the result, or that of each item if the result is a tuple."""
+    return (shard,) * len(tensors(node)) if isinstance(node.meta["val"], (tuple, list)) else shard
 
 
 def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
@@ -43,7 +50,7 @@ def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
             flow.local(node, name, _local_sizes(flow, node, argument(node, name), found.dim))
     if has_argument(node, "sizes"):
         sizes = list(argument(node, "sizes"))
-        (start,) = dims(node, len(flow.facts.shape(value)))
+        (start,) = dims(node)
         if start <= found.dim < start + len(sizes):
             flow.local(node, "sizes", _local_sizes(flow, node, sizes, found.dim - start))
     return found
@@ -80,7 +87,7 @@ def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
     Flatten the dims that the view splits or merges with the sharded one: elements of a block are then consecutive,
     blocks * inner, once for each index of the outer dims. The same runs must be blocks of a dim of the result.
     """
-    shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
+    shard, old, new = flow.shard_of(value), shape(value), shape(node)
     if prod(old) != prod(new):
         raise Refusal(node, f"it makes {list(new)} of {list(old)}")
     begin, end, start, stop = _group(old, new, shard.dim)
@@ -108,8 +115,7 @@ def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, 
 
     For (2, 6, 5) viewed as (2, 2, 3, 5) and dim 1: (1, 2, 1, 3), as 6 = 2 * 3.
     """
-    before = [1, *accumulate(old, lambda a, b: a * b)]
-    after = [1, *accumulate(new, lambda a, b: a * b)]
+    before, after = (list(accumulate(own, mul, initial=1)) for own in (old, new))
     begin = max(i for i in range(dim + 1) if before[i] in after)
     end = min(i for i in range(dim + 1, len(old) + 1) if before[i] in after)
     return begin, end, after.index(before[begin]), len(after) - 1 - after[::-1].index(before[end])
@@ -118,12 +124,7 @@ def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, 
 def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ...]:
     """Return the sizes of the blocks of one dim of a view, from the lengths of consecutive runs of elements; () if none fit.
 
-    Example: with 2 outer and 5 inner elements, runs (20, 10, 20, 10) are blocks (4, 2), and (20, 10) is ().
-
-    Args:
-        runs: numbers of elements in consecutive runs, each of which belongs to one block.
-        repeats: number of elements of the dims outside the dim; the runs must repeat as often.
-        inner: number of elements of the dims inside the dim.
+    Example: with 2 outer elements (`repeats`) and 5 inner ones, runs (20, 10, 20, 10) are blocks (4, 2), and (20, 10) is ().
     """
     period, rest = divmod(len(runs), repeats)
     one = runs[:period]
@@ -137,7 +138,7 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
     value = first(flow, node)
     shard = flow.shard_of(value)
     pieces = tensors(node)
-    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+    if dims(node) != (shard.dim,):
         return (shard,) * len(pieces)
     sizes = [int(piece.shape[shard.dim]) for piece in pieces]
     ends = list(accumulate(sizes))
@@ -156,14 +157,13 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
 def _piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
     """Return the sizes of the blocks from `start` to `end` of the sharded dim. Raises Refusal if they are not whole."""
     blocks = flow.shard_of(value).blocks
-    borders = [0, *accumulate(blocks)]
+    borders = list(accumulate(blocks, initial=0))
     if start in borders and end in borders:
         return blocks[borders.index(start) : borders.index(end)]
     finer = sorted({*borders, start, end})
-    sizes = [b - a for a, b in zip(finer, finer[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(finer)]
     reason = f"it takes {start} to {end} of the sharded dim, whose blocks are {list(blocks)}"
-    uneven = [size for size in sizes if size % flow.count]
-    flow.refine(node, value, sizes, reason, indivisible=bool(uneven))
+    flow.refine(node, value, sizes, reason, indivisible=any(size % flow.count for size in sizes))
     raise Refusal(node, reason)
 
 
@@ -171,7 +171,7 @@ def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of a slice along another dim; refuse a slice that cuts the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
-    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+    if dims(node) != (shard.dim,):
         return shard
     given: Any = argument(node, "start"), argument(node, "end")
     start, end = (size.meta["val"] if isinstance(size, fx.Node) else size for size in given)
@@ -183,7 +183,7 @@ def narrow(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of `narrow` along another dim; refuse one that cuts the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
-    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+    if dims(node) != (shard.dim,):
         return shard
     start, length = argument(node, "start"), argument(node, "length")
     if not isinstance(start, int) or not isinstance(length, int):
@@ -208,21 +208,20 @@ def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
     """Return the sharding after select or unbind removes a dim; refuse to remove the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
-    (dim,) = dims(node, len(flow.facts.shape(value)))
+    (dim,) = dims(node)
     if dim == shard.dim:
         reason = "it takes single entries of the sharded dim"
         # Entries may stand for projections that were fused into one: then each of them is a block.
         flow.refine(node, value, [1] * shard.size, reason)
         raise Refusal(node, reason)
-    found = flow.shard(shard.dim - (dim < shard.dim), shard.blocks)
-    return (found,) * len(tensors(node)) if isinstance(node.meta["val"], (tuple, list)) else found
+    return _each_result(node, flow.shard(shard.dim - (dim < shard.dim), shard.blocks))
 
 
 def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of a `glu` result: the first half of a dim times the sigmoid of the other half."""
     value = first(flow, node)
     shard = flow.shard_of(value)
-    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+    if dims(node) != (shard.dim,):
         return shard
     half = shard.size // 2
     parts = [_piece(flow, node, value, *border) for border in ((0, half), (half, 2 * half))]
@@ -235,40 +234,17 @@ def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of an `expand` result; on a rank the sharded dim has its local size."""
     value = first(flow, node)
     shard = flow.shard_of(value)
-    dim = shard.dim + len(flow.facts.shape(node)) - len(flow.facts.shape(value))
+    dim = shard.dim + len(shape(node)) - len(shape(value))
     sizes = list(argument(node, "size"))
     sizes[dim] = -1
     flow.local(node, "size", sizes)
     return flow.shard(dim, shard.blocks)
 
 
-def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Return the sharding of a `transpose` result, in which two dims changed places."""
-    value = first(flow, node)
-    shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
-    one, other = argument(node, "dim0") % rank, argument(node, "dim1") % rank
-    return flow.shard({one: other, other: one}.get(shard.dim, shard.dim), shard.blocks)
-
-
-def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Return the sharding of a `t` or `mT` result, in which the last two dims changed places."""
-    value = first(flow, node)
-    shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
-    places = {rank - 1: rank - 2, rank - 2: rank - 1} if rank > 1 else {}
-    return flow.shard(places.get(shard.dim, shard.dim), shard.blocks)
-
-
-def permute(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Return the sharding of a `permute` result, in which the dims have another order."""
-    value = first(flow, node)
-    shard = flow.shard_of(value)
-    return flow.shard(dims(node, len(flow.facts.shape(value))).index(shard.dim), shard.blocks)
-
-
 def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of a `repeat` result: the blocks of the sharded dim occur several times."""
     value = first(flow, node)
-    shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
+    shard, old, new = flow.shard_of(value), shape(value), shape(node)
     dim = shard.dim + len(new) - len(old)
     return flow.shard(dim, shard.blocks * (new[dim] // old[shard.dim]))
 
@@ -276,10 +252,10 @@ def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
 def repeat_interleave(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """Return the sharding of a `repeat_interleave` result: the blocks grow, as each element in them is repeated."""
     value = first(flow, node)
-    shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
+    shard, old, new = flow.shard_of(value), shape(value), shape(node)
     if not isinstance(argument(node, "repeats"), int):
         raise Refusal(node, "how often it repeats is a tensor")
-    if dims(node, len(old)) != (shard.dim,):
+    if dims(node) != (shard.dim,):
         if argument(node, "dim") is None:
             raise Refusal(node, "it flattens")
         return shard

@@ -11,7 +11,8 @@ pick another expert). Dropout is off. torch's global random generators are not u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import ModelGraph, ParameterSpec, info
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, Place, info, reached
 from mmcompile.passes.cost.op_flops import op_flops
 from mmcompile.passes.tensor_parallel.validation.layer_kinds_sharded import ShardKinds
 from mmcompile.passes.tensor_parallel.validation.layer_matches import LayerMatches
 from mmcompile.passes.tensor_parallel.validation.layer_outcome import LayerOutcome, difference
 from mmcompile.passes.tensor_parallel.validation.lockstep_ranks import ACROSS, Lockstep, World, is_random
 from mmcompile.passes.tensor_parallel.validation.random_values import RandomValues
+from mmcompile.passes.text import origin
 from mmcompile.passes.values import op_name, tensors
 
 _MOST_ELEMENTS = 1_000_000_000
@@ -91,9 +93,8 @@ def _unchecked(name: str, reason: str, *others: str) -> str:
     return f"{name}{more} not checked: {reason}"
 
 
-def _is_sharded(graph: ModelGraph, nodes: Iterable[fx.Node]) -> bool:
-    first_names = {name: spec.name for spec in graph.parameters for name in (spec.name, *spec.aliases)}
-    read = {first_names.get(str(source.target)) for node in nodes for source in node.all_input_nodes}
+def _is_sharded(graph: ModelGraph, nodes: Sequence[fx.Node]) -> bool:
+    read = {spec.name for spec in _parameters(graph, nodes)}
     return not read.isdisjoint(graph.shards) or any(op_name(node) in ACROSS for node in nodes)
 
 
@@ -112,7 +113,7 @@ class _Given:
 class _Layer:
     whole: ModelGraph
     sharded: ModelGraph
-    place: tuple[str, int]
+    place: Place
     matches: LayerMatches
     inputs: Mapping[str, Any]
     nodes: Sequence[fx.Node] = field(init=False)
@@ -197,14 +198,8 @@ class _Layer:
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
         """Return calls outside the layer that must have a value to run it, in graph order, back to floats of other layers."""
-        needed: set[fx.Node] = set()
-        waiting = list(outside)
-        while waiting:
-            node = waiting.pop()
-            if node.op == "call_function" and node not in needed:
-                needed.add(node)
-                waiting += [] if _is_float(node) else node.all_input_nodes
-        return [node for node in self.whole.module.graph.nodes if node in needed]
+        needed = reached(outside, lambda node: () if _is_float(node) else node.all_input_nodes)
+        return [node for node in self.whole.calls if node in needed]
 
     def _ran(self, graph: ModelGraph, nodes: Sequence[fx.Node], given: _Given, dtype: torch.dtype) -> LayerOutcome:
         """Run the layer once, forward and backward, as `graph` (the whole or the sharded one) contains it."""
@@ -217,7 +212,8 @@ class _Layer:
                 roots.append(tensor)
                 seeds.append(gradient)
         if roots:
-            _backward(roots, seeds)
+            with _explaining("the backward"):
+                torch.autograd.backward(roots, seeds)
         return LayerOutcome(
             values={
                 name: each
@@ -225,7 +221,9 @@ class _Layer:
                 for name, each in _named(value, lockstep.values[node])
             },
             input_gradients={
-                node.name: [_gradient(leaf) for leaf in each] for node, each in leaves.items() if each[0].requires_grad
+                node.name: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in each]
+                for node, each in leaves.items()
+                if each[0].requires_grad
             },
             weight_gradients=lockstep.gradients(),
         )
@@ -250,24 +248,22 @@ class _Layer:
 
 
 class _NotRun(Exception):
-    """Exception for a layer that could not be run; the message has the node and torch's error."""
+    """Exception for a layer that could not be run; the message has the part that failed and torch's error."""
+
+
+@contextlib.contextmanager
+def _explaining(what: str) -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+        said = str(error).strip().split("\n")[0][:200]
+        raise _NotRun(f"{what} fails: {said}") from error
 
 
 def _run(lockstep: Lockstep, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
-        try:
+        with _explaining(f"{node.name} = {op_name(node)} in {origin(node)}"):
             lockstep.run([node])
-        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
-            said = str(error).strip().split("\n")[0][:200]
-            where = f"module {info(node).module_path}" if info(node).module_path else "the model's own forward"
-            raise _NotRun(f"{node.name} = {op_name(node)} in {where} fails: {said}") from error
-
-
-def _backward(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> None:
-    try:
-        torch.autograd.backward(roots, seeds)
-    except (RuntimeError, ValueError) as error:
-        raise _NotRun(f"the backward fails: {str(error).strip().splitlines()[0][:200]}") from error
 
 
 def _flowing(
@@ -278,7 +274,7 @@ def _flowing(
     `foreign` stands for a gradient from another component, which rank 0 alone receives.
     """
     for rank, made in enumerate(world):
-        floats = [leaf for leaf in pytree.tree_leaves(made) if _is_float_tensor(leaf)]
+        floats = filter(_is_float_tensor, pytree.tree_leaves(made))
         for tensor, gradient in zip(floats, gradients, strict=False):
             if tensor.requires_grad and tensor.shape == gradient.shape:
                 yield tensor, gradient.to(tensor.dtype) if rank == 0 or not foreign else torch.zeros_like(tensor)
@@ -291,15 +287,9 @@ def _named(value: fx.Node, world: World) -> Iterator[tuple[str, list[torch.Tenso
         yield value.name if len(each[0]) == 1 else f"{value.name}[{index}]", [leaves[index] for leaves in each]
 
 
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
 def _is_float(node: fx.Node) -> bool:
     """Return whether a node is a call in some layer that makes one float tensor."""
-    if node.op != "call_function" or info(node).shared or not isinstance(node.meta["val"], torch.Tensor):
-        return False
-    return node.meta["val"].is_floating_point()
+    return node.op == "call_function" and not info(node).shared and _is_float_tensor(node.meta["val"])
 
 
 def _is_float_tensor(value: Any) -> bool:
@@ -307,6 +297,6 @@ def _is_float_tensor(value: Any) -> bool:
 
 
 def _parameters(graph: ModelGraph, nodes: Iterable[fx.Node]) -> list[ParameterSpec]:
-    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
-    names = dict.fromkeys(str(source.target) for node in nodes for source in node.all_input_nodes)
+    specs = graph.specs
+    names = (str(source.target) for node in nodes for source in node.all_input_nodes)
     return list(dict.fromkeys(specs[name] for name in names if name in specs))

@@ -36,7 +36,7 @@ class ShardKinds:
     def __post_init__(self) -> None:
         self._kinds = layer_kinds(self.whole)
         self._before = {node.name: node for node in self.whole.module.graph.nodes}
-        self._specs = {name: spec for spec in self.whole.parameters for name in (spec.name, *spec.aliases)}
+        self._specs = self.whole.specs
 
     def of(self, place: tuple[str, int], nodes: Sequence[fx.Node]) -> str:
         """Return the kind of a layer of the sharded graph, as text that is equal for equal kinds in any process."""

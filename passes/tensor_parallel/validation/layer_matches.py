@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, Place, info
 from mmcompile.passes.values import op_name
 
-Place = tuple[str, int]
-"""Place of a node in the model: (component name, layer index)."""
 _EXIT = "mmcompile.tp_exit"
 
 
@@ -39,16 +37,17 @@ class LayerMatches:
         Raises:
             VerifyError: a layer has different numbers of outputs in the two graphs.
         """
-        before, after = _layers(whole), _layers(sharded)
+        before, after = whole.layer_nodes(), sharded.layer_nodes()
         names = {node.name: node for node in whole.module.graph.nodes}
         value_of = {node: node for node in whole.module.graph.nodes}
         value_of |= {node: names[node.name] for node in sharded.module.graph.nodes if node.name in names}
         for place, nodes in after.items():
             wanted, found = _leaving(before.get(place, ())), _leaving(nodes)
             if len(wanted) != len(found):
+                names_of = [", ".join(node.name for node in own) for own in (found, wanted)]
                 raise VerifyError(
-                    f"layer {place[1]} of {place[0]} gives others {len(found)} values once sharded ({_listed(found)}), and "
-                    f"{len(wanted)} before ({_listed(wanted)}); please report the model"
+                    f"layer {place[1]} of {place[0]} gives others {len(found)} values once sharded ({names_of[0]}), and "
+                    f"{len(wanted)} before ({names_of[1]}); please report the model"
                 )
             value_of |= zip(found, wanted, strict=True)
         return cls(whole=before, sharded=after, _value_of=value_of)
@@ -81,14 +80,6 @@ class LayerMatches:
                 yield value, node, True
 
 
-def _layers(graph: ModelGraph) -> dict[Place, list[fx.Node]]:
-    found: dict[Place, list[fx.Node]] = {}
-    for node in graph.module.graph.nodes:
-        if node.op == "call_function" and not info(node).shared:
-            found.setdefault((str(info(node).component), info(node).layer), []).append(node)
-    return found
-
-
 def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a layer that others read, directly or through `tp_exit`."""
     members = set(nodes)
@@ -98,7 +89,3 @@ def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_exit(node: fx.Node) -> bool:
     return node.op == "call_function" and op_name(node) == _EXIT and bool(node.users)
-
-
-def _listed(nodes: Sequence[fx.Node]) -> str:
-    return ", ".join(node.name for node in nodes)

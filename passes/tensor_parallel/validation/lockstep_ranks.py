@@ -8,7 +8,6 @@ this rank, and the other ranks get none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -19,24 +18,16 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.values import aten_ops, has_tag, op_name
 
 _CPU = torch.device("cpu")
 World = list[Any]
 """A value on every rank of its component; one item if all ranks of all components have the same value."""
 _DROPOUTS = aten_ops("dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout native_dropout")
-
-
-@dataclass(kw_only=True, slots=True)
-class _Leaf:
-    """A parameter as one component reads it: a leaf tensor for each of the component's ranks, which collects its gradient."""
-
-    shard: TensorShard | None
-    parts: list[torch.Tensor]
 
 
 class Lockstep:
@@ -60,9 +51,10 @@ class Lockstep:
         self._tensors = tensors
         self._inputs = inputs
         self._dtype = dtype
-        self._specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+        self._specs = graph.specs
         self.degrees = _degrees(graph)
-        self._leaves: dict[tuple[str, str | None], _Leaf] = {}
+        self._leaves: dict[tuple[str, str | None], list[torch.Tensor]] = {}
+        """(parameter, component that reads it) -> leaf tensor of each of the component's ranks, which collects its gradient."""
         self.values: dict[fx.Node, World] = {}
         """Values of the nodes run so far, and values that were given."""
 
@@ -79,14 +71,15 @@ class Lockstep:
             VerifyError: some ranks have a gradient of it and others have none.
         """
         found: dict[str, list[torch.Tensor]] = {}
-        for (name, _), leaf in self._leaves.items():
-            made = [part.grad for part in leaf.parts]
+        for (name, _), parts in self._leaves.items():
+            made = [part.grad for part in parts]
             grads = [grad for grad in made if grad is not None]
             if not grads:
                 continue
             if len(grads) < len(made):
                 raise VerifyError(f"{len(grads)} of {len(made)} ranks have a gradient of {name}")
-            each = grads if leaf.shard is None else [leaf.shard.joined(grads)]
+            shard = self._graph.shards.get(name)
+            each = grads if shard is None else [shard.joined(grads)]
             before = found.get(name)
             # Components that share a parameter each add a gradient, of which every rank has the whole.
             found[name] = each if before is None else [one + other for one in before for other in each]
@@ -107,10 +100,7 @@ class Lockstep:
             return across(*([arguments[i] for arguments in each] for i in range(len(each[0]) - 2)))
         target = _STAND_INS.get(op_name(node), node.target) if self._dtype is not None else node.target
         assert callable(target)
-        made = []
-        for args, kwargs in map(rank, range(count)):
-            made.append(target(*args, **kwargs))
-        return made
+        return [target(*args, **kwargs) for args, kwargs in map(rank, range(count))]
 
     def _world(self, source: fx.Node, component: str | None, count: int) -> World:
         """Return a value as `count` ranks of a component read it."""
@@ -137,8 +127,8 @@ class Lockstep:
             parts = [(whole if shard is None else shard.part(whole, index)).detach() for index in range(count)]
             for part in parts:
                 part.requires_grad_(spec.trainable)
-            self._leaves[key] = _Leaf(shard=shard, parts=parts)
-        return self._leaves[key].parts
+            self._leaves[key] = parts
+        return self._leaves[key]
 
     def _held(self, value: Any) -> Any:
         """Return a parameter, buffer or input in the dtype of the computation."""
@@ -170,53 +160,51 @@ class Lockstep:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether a node draws random numbers even if dropout is off."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return op_name(node) not in _DROPOUTS | {"aten.scaled_dot_product_attention"}
+    off = _DROPOUTS | {"aten.scaled_dot_product_attention"}
+    return has_tag(node, torch.Tag.nondeterministic_seeded) and op_name(node) not in off
 
 
 def _degrees(graph: ModelGraph) -> dict[str, int]:
     """Return component -> number of its ranks, read from the nodes that act across them."""
     found = {component.name: 1 for component in graph.components}
-    for node in graph.module.graph.nodes:
-        if op_name(node) in ACROSS if node.op == "call_function" else False:
-            found[str(info(node).component)] = int(node.args[-1])  # type: ignore[arg-type]
+    for node in graph.calls:
+        if op_name(node) in ACROSS:
+            found[component_of(node)] = int(node.args[-1])  # type: ignore[arg-type]
     return found
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return tuple(value.clone() for value in values)
+Tensors = tuple[torch.Tensor, ...]
+"""A tensor on every rank."""
+
+
+class _Across(Function):
+    """Function of a tensor on every rank, from two functions of all ranks: of the values, and of the gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return (sum(grads[1:], start=grads[0]),) * len(grads)
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        total = sum(values[1:], start=values[0])
-        return tuple(total.clone() for _ in values)
+    def forward(ctx: Any, backward: Callable[[Tensors], Tensors], forward: Any, *values: torch.Tensor) -> Tensors:
+        ctx.gradients = backward
+        return forward(values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return grads
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, None, *ctx.gradients(grads)
 
 
-class _EnterRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return tuple(value.clone() for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return grads[0], *(torch.zeros_like(grad) for grad in grads[1:])
+def _across(forward: Callable[[Tensors], Tensors], backward: Callable[[Tensors], Tensors]) -> Callable[[World], World]:
+    return lambda values: list(_Across.apply(backward, forward, *values))  # type: ignore[arg-type]
 
 
-def _apply(function: type[Function]) -> Callable[[World], World]:
-    return lambda values: list(function.apply(*values))  # type: ignore[arg-type]
+def _own(values: Tensors) -> Tensors:
+    return tuple(value.clone() for value in values)
+
+
+def _summed(values: Tensors) -> Tensors:
+    total = sum(values[1:], start=values[0])
+    return tuple(total.clone() for _ in values)
+
+
+def _of_first(values: Tensors) -> Tensors:
+    return values[0], *map(torch.zeros_like, values[1:])
 
 
 def _slice(values: World, dims: Sequence[int], blocks: Sequence[Sequence[int]]) -> World:
@@ -257,10 +245,10 @@ def _loss(logits: World, labels: World, ignored: Sequence[int]) -> World:
 
 
 ACROSS: Mapping[str, Callable[..., World]] = {
-    "mmcompile.tp_copy": _apply(_Copy),
-    "mmcompile.tp_exit": _apply(_Copy),
-    "mmcompile.tp_sum": _apply(_Sum),
-    "mmcompile.tp_enter": _apply(_EnterRegion),
+    "mmcompile.tp_copy": _across(_own, _summed),
+    "mmcompile.tp_exit": _across(_own, _summed),
+    "mmcompile.tp_sum": _across(_summed, _own),
+    "mmcompile.tp_enter": _across(_own, _of_first),
     "mmcompile.tp_slice": _slice,
     "mmcompile.tp_heads": _heads,
     "mmcompile.tp_embedding": _embedding,

@@ -18,7 +18,7 @@ from mmcompile.ir.graph import CaptureMode, info
 from mmcompile.kernels.packed_attention.packed_ops import packed_attention
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.passes.cost.op_load import Growth, Growths, Sequences, captured_sequences
+from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences
 from mmcompile.passes.gradient_flow import GradientFlow
 
 ONE_LAYER = {"layer": ("language_model", 0)}
@@ -142,7 +142,7 @@ def test_size_symbols_decide_where_there_are_any() -> None:
         ((2, 2, 12, 12), Growth.SQUARES),  # no symbol: by its size
     ):
         scores.meta["symbolic_shape"] = shape
-        assert Growths(Sequences(lengths=(12, 12)), set()).size(scores) == growth
+        assert Growths((12, 12), set()).size(scores) == growth
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
