@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
-from mmcompile.planner.plan.constraints import Apart, Constraint, EqualTp, MemoryCap, On, StageRange, Together
+from mmcompile.planner.plan.constraints import Constraint, EqualTp, MemoryCap, On, SameStage, StageRange
 from mmcompile.planner.plan.stage_rows import counted
 from mmcompile.planner.search.layer_names import LayersByChain, chain_index, find
 from mmcompile.units import format_bytes
@@ -50,9 +50,9 @@ def _rules(
     """Yield the rules that a constraint amounts to; it yields none if every split meets the constraint."""
     where = str(constraint)
     match constraint:
-        case Together():
+        case SameStage(same=True):
             yield _together(where, constraint, chains)
-        case Apart():
+        case SameStage():
             yield from _apart(where, constraint, chains)
         case On():
             yield _on(where, constraint, chains)
@@ -70,7 +70,7 @@ def _rules(
                 yield Unsatisfiable(why=", ".join(f"{chain.name} has tp {chain.tp}" for chain in named))
 
 
-def _together(where: str, constraint: Together, chains: Sequence[ExactChain]) -> Rule:
+def _together(where: str, constraint: SameStage, chains: Sequence[ExactChain]) -> Rule:
     places = [find(name, _layers(chains), where=where) for name in constraint.layers]
     for name, place in zip(constraint.layers, places, strict=True):
         if place.chain != places[0].chain:
@@ -81,7 +81,7 @@ def _together(where: str, constraint: Together, chains: Sequence[ExactChain]) ->
     return Cuts(chain=places[0].chain, first=first, last=last, some=False)
 
 
-def _apart(where: str, constraint: Apart, chains: Sequence[ExactChain]) -> Iterator[Rule]:
+def _apart(where: str, constraint: SameStage, chains: Sequence[ExactChain]) -> Iterator[Rule]:
     places = [find(name, _layers(chains), where=where) for name in constraint.layers]
     if places[0].chain != places[1].chain:
         return

@@ -38,33 +38,20 @@ _FORMS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Together:
-    """Constraint that layers are in the same stage, for example an embedding and the head tied to it."""
+class SameStage:
+    """Constraint that layers are in one stage, for example an embedding and the head tied to it, or two in different ones."""
 
     layers: tuple[str, ...]
+    same: bool
+    """False if no stage may hold layers of both of two layers or components."""
 
     def __str__(self) -> str:
-        return f"together:{','.join(self.layers)}"
+        return f"{'together' if self.same else 'apart'}:{','.join(self.layers)}"
 
     @property
     def words(self) -> str:
         """Text of the constraint for notes and error messages."""
-        return f"{_listed(self.layers)} share a stage"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Apart:
-    """Constraint that no stage holds layers of both of two given layers or components."""
-
-    layers: tuple[str, str]
-
-    def __str__(self) -> str:
-        return f"apart:{','.join(self.layers)}"
-
-    @property
-    def words(self) -> str:
-        """Text of the constraint for notes and error messages."""
-        return f"{_listed(self.layers)} are in different stages"
+        return f"{_listed(self.layers)} {'share a stage' if self.same else 'are in different stages'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +127,7 @@ class EqualTp:
         return f"{_listed(self.components) if self.components else 'all chains'} have equal tp"
 
 
-Constraint = Together | Apart | On | MemoryCap | StageRange | EqualTp
+Constraint = SameStage | On | MemoryCap | StageRange | EqualTp
 
 
 def parse_constraint(text: str) -> Constraint:
@@ -153,13 +140,11 @@ def parse_constraint(text: str) -> Constraint:
     rest = rest.strip()
     if kind == "equal-tp":
         return EqualTp(components=_names(text, rest, 2) if rest else ())
-    if kind == "together":
-        return Together(layers=_names(text, rest, 2))
-    if kind == "apart":
-        first, second, *more = _names(text, rest, 2)
-        if more:
+    if kind in ("together", "apart"):
+        layers = _names(text, rest, 2)
+        if kind == "apart" and len(layers) > 2:
             raise _bad(text, "it takes two: apart:A,B, one constraint a pair")
-        return Apart(layers=(first, second))
+        return SameStage(layers=layers, same=kind == "together")
     if kind == "on":
         return _on(text, rest)
     if kind == "memory":

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mmcompile.config import Recompute
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost, LayerTimes
+from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.load import Load
 from mmcompile.costmodel.memory import recomputed
 from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel
@@ -189,15 +189,13 @@ class Pricing:
         size = self._size(component, float(tokens.mean()))
         loads = np.stack([np.ones_like(tokens), tokens, squares])
         seconds = self._roofline(self._coefficients(component, sharding, size)[:, :_TIMED] @ loads)
-        if self.calibration is not None:
-            for index, group in enumerate(self._grouped(component)[1]):
-                measured = self._measured(component, group, sharding.tp)
-                if measured is not None:
-                    coefficients, known = measured
-                    amounts = self._coefficients(component, known, size)[[index], :_TIMED] @ loads
-                    base = self._roofline(amounts)[0]
-                    ratio = np.divide(seconds[index], base, out=np.ones_like(base), where=base > 0)
-                    seconds[index] = np.maximum(loads.T @ coefficients.T, 0.0) * ratio
+        for index, group in enumerate(self._grouped(component)[1]):
+            measured = self._measured(component, group, sharding.tp)
+            if measured is not None:
+                coefficients, known = measured
+                base = self._roofline(self._coefficients(component, known, size)[[index], :_TIMED] @ loads)[0]
+                ratio = np.divide(seconds[index], base, out=np.ones_like(base), where=base > 0)
+                seconds[index] = np.maximum(loads.T @ coefficients.T, 0.0) * ratio
         if component in self.table.growing:
             seconds[:, tokens <= 0] = 0.0
         return seconds
@@ -274,14 +272,6 @@ class Pricing:
         captured = self.table.captured_loads[component].tokens
         return load.tokens / captured if captured else 0.0
 
-    def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, LayerSharding]:
-        """Return (a layer kind's measured seconds, None if not measured; the sharding in which they were measured)."""
-        assert self.calibration is not None
-        measured = self.calibration.times(kind, load, tp)
-        if measured is None and tp > 1:
-            return self.calibration.times(kind, load, 1), WHOLE
-        return measured, LayerSharding(tp=tp)
-
     def _size(self, component: str, tokens: float) -> int:
         """Return e, even, such that 2^e is nearest to the ratio of a load to the captured load.
 
@@ -336,16 +326,17 @@ class Pricing:
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
         """Return measured seconds as coefficients [3, 3] (fixed, token, square) x (forward, input gradient, weight gradient).
 
-        With them comes the sharding in which they were measured. None if the group's kind was not measured.
+        With them comes the sharding in which they were measured: that tp, else 1. None if the group's kind was not measured.
         """
-        if component not in self.table.growing:
+        if component not in self.table.growing or self.calibration is None:
             return None
         at = self.table.captured_loads[component]
-        found = [self._known(group.kind, load, tp) for load in _three(at)]
-        points = [(t.forward_s, t.input_grad_s, t.weight_grad_s) for t, _ in found if t is not None]
-        if len(points) < len(found):
-            return None
-        return _affine(np.array(points), at), found[-1][1]
+        for known in (tp, 1):
+            times = [self.calibration.times(group.kind, load, known) for load in _three(at)]
+            points = [(own.forward_s, own.input_grad_s, own.weight_grad_s) for own in times if own is not None]
+            if points:
+                return _affine(np.array(points), at), LayerSharding(tp=known)
+        return None
 
 
 def _three(at: Load) -> tuple[Load, Load, Load]:

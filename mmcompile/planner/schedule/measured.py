@@ -67,12 +67,7 @@ def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
 
 def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
     """Return (sender, receiver) -> seconds of a message beyond the work of both ranks, which their durations include."""
-    found: dict[tuple[str, str], float] = {}
-    for link in crossing:
-        for pair, sizes in (
-            ((link.source, link.target), link.sizes),
-            ((link.target, link.source), link.gradient_sizes),
-        ):
-            whole_s = runtime.link.latency_s + sum(sizes) / runtime.link.bytes_per_s
-            found[pair] = max(0.0, whole_s - 2 * _handling_s(sizes, runtime))
-    return found
+    sizes_of = {(link.source, link.target): link.sizes for link in crossing}
+    sizes_of |= {(link.target, link.source): link.gradient_sizes for link in crossing}
+    whole_s = {pair: runtime.link.latency_s + sum(sizes) / runtime.link.bytes_per_s for pair, sizes in sizes_of.items()}
+    return {pair: max(0.0, whole_s[pair] - 2 * _handling_s(sizes, runtime)) for pair, sizes in sizes_of.items()}

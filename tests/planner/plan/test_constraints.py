@@ -9,12 +9,12 @@ from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.demands import demands
 from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, InStage, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
-from mmcompile.planner.plan.constraints import Apart, EqualTp, MemoryCap, On, StageRange, Together, parse_constraint
+from mmcompile.planner.plan.constraints import EqualTp, MemoryCap, On, SameStage, StageRange, parse_constraint
 
 TEXTS = [
-    ("together:a.0,b", Together(layers=("a.0", "b")), "a.0 and b share a stage"),
-    ("together:a,b,c", Together(layers=("a", "b", "c")), "a, b and c share a stage"),
-    ("apart:a.0,b.-1", Apart(layers=("a.0", "b.-1")), "a.0 and b.-1 are in different stages"),
+    ("together:a.0,b", SameStage(layers=("a.0", "b"), same=True), "a.0 and b share a stage"),
+    ("together:a,b,c", SameStage(layers=("a", "b", "c"), same=True), "a, b and c share a stage"),
+    ("apart:a.0,b.-1", SameStage(layers=("a.0", "b.-1"), same=False), "a.0 and b.-1 are in different stages"),
     ("on:vision_tower=0", On(layer="vision_tower", stage=0), "vision_tower is on stage 0"),
     ("on:*.layers.3=rank12", On(layer="*.layers.3", rank=12), "*.layers.3 is on rank 12"),
     ("memory:40GiB", MemoryCap(num_bytes=40 * 2**30), "memory <= 40 GiB"),
@@ -39,7 +39,7 @@ def test_prints_what_it_reads(text: str, value: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (" together: a , b ", Together(layers=("a", "b"))),
+        (" together: a , b ", SameStage(layers=("a", "b"), same=True)),
         ("memory: 1.5 GiB", MemoryCap(num_bytes=3 * 2**29)),
         ("on:a = rank 3", On(layer="a", rank=3)),
         ("stages: lm = 2 .. 4", StageRange(chain="lm", low=2, high=4)),
