@@ -20,16 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1] / "tests")
+)  # for `support`, which the tests share with this file
 
 import msgspec  # noqa: E402  (after the path)
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from attention_masks import benchmark_mask  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from support.oracles.token_policies import BlockPolicy, token_blocks  # noqa: E402
 
-from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK, workload  # noqa: E402
+from mmcompile.kernels.bitfield_attention.masks.classify import BLOCK, Masks  # noqa: E402
 from mmcompile.kernels.bitfield_attention.masks.words import pack  # noqa: E402
-from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, TokenBlocks, distribute  # noqa: E402
+from mmcompile.kernels.bitfield_attention.parallel.token_blocks import distribute  # noqa: E402
 
 TOKENS = (16384, 65536, 262144, 1048576)
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -103,16 +108,14 @@ def measure(lengths: Sequence[int]) -> Report:
     rows: list[Row] = []
     for name in MASKS:
         for tokens in lengths:
-            work = workload(*mask(name, tokens))
+            work = Masks(*mask(name, tokens)).workload()
             fitting = [ranks for ranks in RANKS if tokens >= ranks * BLOCK * MIN_BLOCKS_PER_RANK]
             rows += [_row(name, tokens, ranks, work) for ranks in fitting]
     return Report(rows=tuple(rows), distribution_s=distribution_s())
 
 
-def _row(name: str, tokens: int, ranks: int, work: torch.Tensor) -> Row:
-    found: dict[str, TokenBlocks] = {
-        policy: distribute(work, tokens=tokens, ranks=ranks, policy=policy) for policy in BlockPolicy
-    }
+def _row(name: str, tokens: int, ranks: int, work: np.ndarray) -> Row:
+    found = {policy: token_blocks(work, tokens=tokens, ranks=ranks, policy=policy) for policy in BlockPolicy}
     return Row(
         mask=name,
         tokens=tokens,
@@ -126,7 +129,7 @@ def _row(name: str, tokens: int, ranks: int, work: torch.Tensor) -> Row:
 def distribution_s() -> float:
     """Seconds, the least of 25: others use this machine too."""
     tokens, ranks = 1048576, 64
-    work = workload(*mask("MP", tokens))
+    work = Masks(*mask("MP", tokens)).workload()
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import register_flop_formula
 from mmcompile.kernels.bitfield_attention.impl import eager
 from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
 from mmcompile.kernels.bitfield_attention.impl.backends import resolve_impl
-from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK
 from mmcompile.kernels.bitfield_attention.masks.plan_cache import PlanCache
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
 
@@ -53,24 +52,15 @@ def bitfield_attention_op(
     """
     source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
     if resolve_impl(impl, q, v) == "eager":
-        return eager.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window, BLOCK, BLOCK))
-    plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))
-    return triton.forward(q, k, v, *source, scale, window, plan)
+        return eager.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window))
+    return triton.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window, "auto", prod(q.shape[:2])))
 
 
 @bitfield_attention_op.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor | None,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    impl: str,
+def attention_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty tensors in the shapes and dtypes of the results of `bitfield_attention_op`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -105,9 +95,9 @@ def bitfield_attention_backward_op(
     """
     source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
     if resolve_impl(impl, q, v) == "eager":
-        plan = _PLANS.plan(source, window, BLOCK, BLOCK)
+        plan = _PLANS.plan(source, window)
         return eager.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
-    plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))
+    plan = _PLANS.plan(source, window, "auto", prod(q.shape[:2]))
     return triton.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
 
 
@@ -118,18 +108,10 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor | None,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    impl: str,
-    grad_dtype: torch.dtype | None = None,
+    *options: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape, dtype=grad_dtype or x.dtype) for x in (q, k, v))
+    grad_dtype = options[-1] if isinstance(options[-1], torch.dtype) else None
+    dq, dk, dv = (x.new_empty(x.shape, dtype=grad_dtype) for x in (q, k, v))
     return dq, dk, dv
 
 
@@ -143,9 +125,10 @@ def _natural(tokens: int, device: torch.device) -> torch.Tensor:
     return torch.arange(tokens, dtype=torch.int32, device=device)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.impl = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+def save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Save the tensors and options of an attention op for its backward op, in the order in which that takes them."""
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
+    ctx.options = inputs[7:]
     ctx.set_materialize_grads(False)
 
 
@@ -154,18 +137,18 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(saved[3])
     backward = torch.ops.mmcompile.bitfield_attention_backward
-    return *backward(dout, dlse, *saved, ctx.scale, ctx.window, ctx.impl), *[None] * 7
+    return *backward(dout, dlse, *saved, *ctx.options), *[None] * 7
 
 
-bitfield_attention_op.register_autograd(_backward, setup_context=_save)
+bitfield_attention_op.register_autograd(_backward, setup_context=save_call)
 
 
 @register_flop_formula(torch.ops.mmcompile.bitfield_attention, get_raw=True)
 def bitfield_attention_flops(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, out_val: Any = None, **options: Any
 ) -> int:
-    """Return the FLOPs of the forward op: two products over the visible pairs."""
-    return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
+    """Return the FLOPs of a forward op: two products over the pairs that its queries see."""
+    return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(*call)
 
 
 @register_flop_formula(torch.ops.mmcompile.bitfield_attention_backward, get_raw=True)
@@ -181,13 +164,20 @@ def bitfield_attention_backward_flops(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """Return the FLOPs of the backward op: five products over the visible pairs, as scores are computed again."""
-    return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
+    """Return the FLOPs of a backward op: five products over the visible pairs, as scores are computed again."""
+    return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(*call)
 
 
-def _pairs(q: torch.Tensor, k: torch.Tensor, call: tuple[Any, ...]) -> int:
+def _pairs(
+    words: torch.Tensor,
+    positions: torch.Tensor | None,
+    kv_words: torch.Tensor,
+    kv_positions: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    *options: object,
+) -> int:
     """Return the number of visible pairs of a batch for one head; all pairs if the words have no values to count."""
-    words, positions, kv_words, kv_positions, _, window, *_ = call
     if isinstance(words, FakeTensor) or words.device.type == "meta":
-        return prod(q.shape[:1] + q.shape[2:3] + k.shape[2:3])
+        return prod((*words.shape, kv_words.shape[1]))
     return visible_pairs(words, positions, kv_words, kv_positions, window=window)

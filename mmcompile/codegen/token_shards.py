@@ -10,9 +10,14 @@ from torch import Tensor
 
 from mmcompile.errors import BatchError
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.kernels.bitfield_attention.masks.classify import workload
+from mmcompile.kernels.bitfield_attention.masks.classify import Masks
 from mmcompile.kernels.bitfield_attention.masks.words import PADDING
-from mmcompile.kernels.bitfield_attention.parallel.token_blocks import choose_block, distribute, padded_length
+from mmcompile.kernels.bitfield_attention.parallel.token_blocks import (
+    choose_block,
+    distribute,
+    padded_length,
+    token_index,
+)
 from mmcompile.passes.context_parallel.context_parallel import INDEX, KV_POSITIONS, KV_WORDS, POSITIONS, WORDS
 from mmcompile.planner.plan.placement import shard_name
 
@@ -33,10 +38,10 @@ def shard_inputs(words: Mapping[str, Tensor], inputs: Mapping[str, str], num_ran
     rows, tokens = first.shape
     block = choose_block(tokens, num_ranks)
     positions = torch.arange(tokens).expand(rows, -1)
-    work = workload(first, positions, block_q=block, block_kv=block)
-    blocks = distribute(work, tokens=tokens, ranks=num_ranks, block=block)
+    work = Masks(first, positions, block_q=block, block_kv=block).workload()
+    order = token_index(distribute(work, tokens=tokens, ranks=num_ranks, block=block), tokens, block)
     values: dict[str, Tensor] = {}
-    for rank, own in enumerate(shard_values(words, blocks.rearrange(), inputs)):
+    for rank, own in enumerate(shard_values(words, order, inputs)):
         for name, value in own.items():
             values[name if name.startswith((KV_POSITIONS, KV_WORDS)) else shard_name(name, rank)] = value
     return values
@@ -60,7 +65,7 @@ def shard_values(
 
     Args:
         words: name of an input that holds mask words -> [B, T] int64.
-        index: [P, L] int64: tokens of every rank in order, -1 for free rows (`TokenBlocks.rearrange`).
+        index: [P, L] int64: tokens of every rank in order, -1 for free rows (`token_index`).
         inputs: words input of a rank's tokens (`cp_words`) -> name in `words`, from each input's `meta["words"]`.
 
     Returns:

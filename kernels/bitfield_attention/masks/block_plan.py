@@ -21,8 +21,6 @@ from mmcompile.errors import MaskError
 from mmcompile.kernels.bitfield_attention.masks.classify import BLOCK as BLOCK
 from mmcompile.kernels.bitfield_attention.masks.classify import Masks, unpack_classes
 from mmcompile.kernels.bitfield_attention.masks.classify import TileClass as TileClass
-from mmcompile.kernels.bitfield_attention.masks.classify import class_map as class_map
-from mmcompile.kernels.bitfield_attention.masks.classify import workload as workload
 from mmcompile.kernels.bitfield_attention.masks.launch_order import best_cap, work_items
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs as visible_pairs
 
@@ -66,8 +64,6 @@ class BlockPlan:
     """Blocks of keys that each block of queries visits, for the forward and dQ."""
     keys: TileLists
     """Blocks of queries that each block of keys visits, for dK and dV."""
-    num_tiles: tuple[int, int, int]
-    """Number of tiles of each class: (FULL, ROW, GENERAL)."""
 
 
 def plan_blocks(
@@ -104,10 +100,9 @@ def plan_blocks(
     """
     if isinstance(cap, int) and cap < 1:
         raise MaskError(f"an item of at most {cap} tiles does nothing; wanted a cap of 1 or more, None or 'auto'")
-    masks = Masks(words, positions, kv_words, kv_positions, window, block_q, block_kv)
+    masks = Masks(words, positions, kv_words, kv_positions, window=window, block_q=block_q, block_kv=block_kv)
     packed = masks.packed()
     by_query, by_key = (_compress(rows(packed, masks.blocks_kv)) for rows in (_query_rows, _key_rows))
-    full, row, general = np.diff(by_query[0]).sum(0, dtype=np.int64).tolist()
     queries, keys = (
         _tile_lists(
             bounds,
@@ -126,7 +121,6 @@ def plan_blocks(
         window=window,
         queries=queries,
         keys=keys,
-        num_tiles=(full, row, general),
     )
 
 

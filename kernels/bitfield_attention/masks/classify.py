@@ -60,55 +60,6 @@ class TileClass(IntEnum):
     GENERAL = 3
 
 
-def class_map(
-    words: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    kv_words: torch.Tensor | None = None,
-    kv_positions: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
-    block_q: int = BLOCK,
-    block_kv: int = BLOCK,
-) -> torch.Tensor:
-    """Return the classes of all tiles, two bits each: 16 MiB for 2^20 tokens in blocks of 128.
-
-    Args:
-        words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
-        kv_words, kv_positions: words and positions of the keys, [batch, Tk]; None for those of the queries.
-        window: reach of the causal term in tokens, or None.
-        block_q, block_kv: number of tokens in a block; tokens past the end of a sequence count as padding.
-
-    Returns:
-        uint8 [batch, query blocks, bytes] on the CPU; the class of key block j is in bits 2 (j mod 4) of byte j // 4,
-        and the last bytes are filled with EMPTY up to a whole superblock. `unpack_classes` reads it.
-
-    Raises:
-        MaskError: words or positions of a wrong dtype or shape.
-    """
-    masks = Masks(words, positions, kv_words, kv_positions, window, block_q, block_kv)
-    return torch.from_numpy(masks.packed())
-
-
-def workload(
-    words: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    kv_words: torch.Tensor | None = None,
-    kv_positions: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
-    block_q: int = BLOCK,
-    block_kv: int = BLOCK,
-) -> torch.Tensor:
-    """Return the number of tiles that every query block visits; the arguments are those of `class_map`.
-
-    Returns:
-        [batch, query blocks] int64 on the CPU.
-    """
-    masks = Masks(words, positions, kv_words, kv_positions, window, block_q, block_kv)
-    counts = [_COUNTS[chunk].sum(-1, dtype=np.int64) for chunk in masks.chunks()]
-    return torch.from_numpy(np.concatenate(counts, axis=1)[:, : masks.blocks_q])
-
-
 def check_arguments(
     words: torch.Tensor,
     positions: torch.Tensor | None,
@@ -134,7 +85,7 @@ def check_arguments(
 
 
 def unpack_classes(packed: np.ndarray) -> np.ndarray:
-    """Return tile classes, uint8 [..., 4 * bytes], from the packed bytes of `class_map`, uint8 [..., bytes]."""
+    """Return tile classes, uint8 [..., 4 * bytes], from the packed bytes of `Masks.packed`, uint8 [..., bytes]."""
     return _UNPACKED[packed].view(np.uint8)
 
 
@@ -147,17 +98,28 @@ _UNIFORM = np.array([0x0000, 0x5555, 0xAAAA, 0xFFFF], dtype=np.uint16)
 
 
 class Masks:
-    """Classifies the tiles of a batch of masks: summarizes blocks of queries and keys, and compares the summaries."""
+    """Classifies the tiles of a batch of masks, by summaries of the blocks of queries and keys.
+
+    Args:
+        words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
+        kv_words, kv_positions: words and positions of the keys, [batch, Tk]; None for those of the queries.
+        window: reach of the causal term in tokens, or None.
+        block_q, block_kv: number of tokens in a block; tokens past the end of a sequence count as padding.
+
+    Raises:
+        MaskError: words or positions of a wrong dtype or shape.
+    """
 
     def __init__(
         self,
         words: torch.Tensor,
-        positions: torch.Tensor | None,
-        kv_words: torch.Tensor | None,
-        kv_positions: torch.Tensor | None,
-        window: int | None,
-        block_q: int,
-        block_kv: int,
+        positions: torch.Tensor | None = None,
+        kv_words: torch.Tensor | None = None,
+        kv_positions: torch.Tensor | None = None,
+        *,
+        window: int | None = None,
+        block_q: int = BLOCK,
+        block_kv: int = BLOCK,
     ) -> None:
         check_arguments(words, positions, kv_words, kv_positions, window)
         same = kv_words is None and kv_positions is None
@@ -173,10 +135,20 @@ class Masks:
         self.super_keys = _as_keys(_reduced(of_keys, _SUPERBLOCK))
 
     def packed(self) -> np.ndarray:
-        """Return the packed classes of all tiles: uint8 [batch, query blocks, bytes], four classes per byte."""
-        return np.concatenate(list(self.chunks()), axis=1)[:, : self.blocks_q]
+        """Return the classes of all tiles, two bits each: 16 MiB for 2^20 tokens in blocks of 128.
 
-    def chunks(self) -> Iterator[np.ndarray]:
+        Returns:
+            uint8 [batch, query blocks, bytes]; the class of key block j is in bits 2 (j mod 4) of byte j // 4, and the
+            last bytes are filled with EMPTY up to a whole superblock. `unpack_classes` reads it.
+        """
+        return np.concatenate(list(self._chunks()), axis=1)[:, : self.blocks_q]
+
+    def workload(self) -> np.ndarray:
+        """Return the number of tiles that every query block visits, int64 [batch, query blocks]."""
+        counts = [_COUNTS[chunk].sum(-1, dtype=np.int64) for chunk in self._chunks()]
+        return np.concatenate(counts, axis=1)[:, : self.blocks_q]
+
+    def _chunks(self) -> Iterator[np.ndarray]:
         """Yield the packed classes in chunks of query blocks: uint8 [batch, query blocks of a chunk, bytes]."""
         batch, rows = self.super_queries["begin"].shape
         columns = self.super_keys["begin"].shape[1]
@@ -196,7 +168,7 @@ class Masks:
         """Classify the eight query blocks of superblock pairs against the superblock of keys; refine those still GENERAL.
 
         Args:
-            packed: classes of `chunks`, written in place.
+            packed: classes of `packed`, written in place.
             pairs: three index arrays: batch row, query superblock (counted from `first`), key superblock.
             first: index of the first query superblock in `packed`.
         """
@@ -218,7 +190,7 @@ class Masks:
         """Classify single tiles, each of one query block and one of the eight blocks of a key superblock, a few at a time.
 
         Args:
-            packed: classes of `chunks`, written in place.
+            packed: classes of `packed`, written in place.
             places: three index arrays into `packed`: batch row, query block, key superblock.
             blocks: index of the query block of each place among the blocks of all batch rows.
             supers: index of the key superblock of each place among those of all batch rows.

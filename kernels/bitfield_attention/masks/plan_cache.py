@@ -38,21 +38,17 @@ class PlanCache:
         self,
         source: Source,
         window: int | None,
-        block_q: int,
-        block_kv: int,
         cap: int | Literal["auto"] | None = None,
         heads_per_launch: int = 1,
     ) -> BlockPlan:
         """Return the plan that `plan_blocks` makes of these arguments, from the cache if it has it."""
         on_cpu = source[0].device.type == "cpu"
-        key = (_content(source) if on_cpu else _identity(source), window, block_q, block_kv, cap, heads_per_launch)
+        key = (_content(source) if on_cpu else _identity(source), window, cap, heads_per_launch)
         with self._lock:
             if (held := self._plans.get(key)) is not None:
                 self._plans.move_to_end(key)
                 return held[0]
-        plan = plan_blocks(
-            *source, window=window, block_q=block_q, block_kv=block_kv, cap=cap, heads_per_launch=heads_per_launch
-        )
+        plan = plan_blocks(*source, window=window, cap=cap, heads_per_launch=heads_per_launch)
         with self._lock:
             self._plans[key] = plan, None if on_cpu else source
             while len(self._plans) > self._size:

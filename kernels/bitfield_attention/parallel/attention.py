@@ -15,16 +15,20 @@ Source: all-gather context parallelism by heads, Llama 3 (arXiv 2407.21783, sect
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mmcompile.errors import ConfigError, MaskError
-from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
-from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_op, bitfield_attention_op
+from mmcompile.kernels.bitfield_attention.ops import (
+    attention_shapes,
+    bitfield_attention_backward_flops,
+    bitfield_attention_backward_op,
+    bitfield_attention_flops,
+    bitfield_attention_op,
+    save_call,
+)
 from mmcompile.kernels.bitfield_attention.parallel.head_exchange import KeySums, gathered_heads
 from mmcompile.kernels.process_groups import Channel, registered_group
 
@@ -56,7 +60,7 @@ def context_parallel_attention(
         kv_words, kv_positions: [B, P * T], words and positions of the tokens of all P ranks in order (`gather_words`).
         scale: factor on the scores.
         window: causal reach in tokens, or None.
-        head_stride: number of key/value heads gathered at a time; 0 for all at once (`cp_cost.choose_head_stride`).
+        head_stride: number of key/value heads gathered at a time; 0 for all at once (`head_stride.choose_head_stride`).
         group_name: name of a group given to `register_group`; not looked up for one rank.
         num_ranks: number of ranks P in the group.
 
@@ -72,31 +76,14 @@ def context_parallel_attention(
     if num_ranks == 1:
         return bitfield_attention_op(q, k, v, *call)
     channel = Channel(registered_group(group_name, num_ranks), q.device)
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = attention_shapes(q, k, v)
     for heads, keys, values in gathered_heads(channel, k, v, head_stride or k.shape[1], num_ranks):
         queries = _query_heads(heads, q, k)
         out[:, queries], lse[:, queries] = bitfield_attention_op(q[:, queries], keys, values, *call)
     return out, lse
 
 
-@context_parallel_attention.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
-    scale: float,
-    window: int | None,
-    head_stride: int,
-    group_name: str,
-    num_ranks: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
+context_parallel_attention.register_fake(attention_shapes)
 
 
 @torch.library.custom_op("mmcompile::context_parallel_attention_backward", mutates_args=())
@@ -152,27 +139,11 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
-    scale: float,
-    window: int | None,
-    head_stride: int,
-    group_name: str,
-    num_ranks: int,
-    need_keys: bool,
+    *options: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, need_keys = options
     dq = q.new_empty(q.shape)
     return (dq, k.new_empty(k.shape), v.new_empty(v.shape)) if need_keys else (dq, k.new_empty(0), v.new_empty(0))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.head_stride, ctx.group_name, ctx.num_ranks = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -181,12 +152,11 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         dout = torch.zeros_like(saved[3])
     need_keys = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     backward = torch.ops.mmcompile.context_parallel_attention_backward
-    options = ctx.scale, ctx.window, ctx.head_stride, ctx.group_name, ctx.num_ranks, need_keys
-    dq, dk, dv = backward(dout, dlse, *saved, *options)
+    dq, dk, dv = backward(dout, dlse, *saved, *ctx.options, need_keys)
     return dq, *((dk, dv) if need_keys else (None, None)), *[None] * 9
 
 
-context_parallel_attention.register_autograd(_backward, setup_context=_save)
+context_parallel_attention.register_autograd(_backward, setup_context=save_call)
 
 
 @torch.library.custom_op("mmcompile::gather_words", mutates_args=())
@@ -221,37 +191,10 @@ def _(
     return words.new_empty(shape), positions.new_empty(shape)
 
 
-@register_flop_formula(torch.ops.mmcompile.context_parallel_attention, get_raw=True)
-def context_parallel_attention_flops(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, out_val: Any = None, **options: Any
-) -> int:
-    """Return the forward FLOPs of one rank: two products over the pairs that its queries see."""
-    return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(call)
-
-
-@register_flop_formula(torch.ops.mmcompile.context_parallel_attention_backward, get_raw=True)
-def context_parallel_attention_backward_flops(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *call: Any,
-    out_val: Any = None,
-    **options: Any,
-) -> int:
-    """Return the backward FLOPs of one rank: five products over the pairs that its queries see, as scores are recomputed."""
-    return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(call)
-
-
-def _pairs(call: tuple[Any, ...]) -> int:
-    """Return the number of visible pairs of a rank's queries; all pairs if the words have no values to count."""
-    words, positions, kv_words, kv_positions, _, window, *_ = call
-    if isinstance(words, FakeTensor) or words.device.type == "meta":
-        return prod((*words.shape, kv_words.shape[1]))
-    return visible_pairs(words, positions, kv_words, kv_positions, window=window)
+register_flop_formula(torch.ops.mmcompile.context_parallel_attention, get_raw=True)(bitfield_attention_flops)
+register_flop_formula(torch.ops.mmcompile.context_parallel_attention_backward, get_raw=True)(
+    bitfield_attention_backward_flops
+)
 
 
 def _check(k: torch.Tensor, kv_words: torch.Tensor, head_stride: int, num_ranks: int) -> None:

@@ -170,13 +170,13 @@ def test_plans_are_shared_by_content_and_forgotten_by_age() -> None:
     cache = PlanCache(size=2)
     words, positions = masks()
     source = words, positions, words, positions
-    first = cache.plan(source, None, 16, 16)
+    first = cache.plan(source, None)
     copies = tuple(x.clone() for x in source)
-    assert cache.plan((copies[0], copies[1], copies[2], copies[3]), None, 16, 16) is first
-    assert cache.plan(source, 9, 16, 16) is not first
-    assert cache.plan(source, None, 16, 32) is not first
+    assert cache.plan((copies[0], copies[1], copies[2], copies[3]), None) is first
+    assert cache.plan(source, 9) is not first
+    assert cache.plan(source, None, "auto") is not first
     assert len(cache) == 2
-    assert cache.plan(source, None, 16, 16) is not first
+    assert cache.plan(source, None) is not first
 
 
 def test_a_mask_changed_in_place_gets_another_plan() -> None:

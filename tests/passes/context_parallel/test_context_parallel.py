@@ -13,6 +13,7 @@ from support.graphs.bitfield_graph import WORDS, causal_words, widened, with_wor
 from support.graphs.shard_jobs import job_of
 from support.graphs.split import root_values
 from support.models.tiny_language import TinyLanguage, tiny_batch
+from support.oracles.token_policies import BlockPolicy, token_blocks
 from support.processes.shard_ranks import Job, Ran, ran_by
 from torch import fx
 from zoo import ALL
@@ -22,7 +23,6 @@ from mmcompile.errors import BatchError, ConfigError, PlanError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import LossInfo, ModelGraph
 from mmcompile.ir.inputs import completed
-from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, distribute
 from mmcompile.passes.capture_pipeline import run_on_capture
 from mmcompile.passes.context_parallel.context_parallel import ContextParallel
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
@@ -90,11 +90,11 @@ def _jobs(case: Case) -> tuple[Job, Job]:
     whole, under, roots = _under_words(case, found, batch)
     words = {name: value for name, value in roots.items() if name.startswith(WORDS)}
     tokens = words[WORDS].shape[1]
-    blocks = distribute([1] * -(-tokens // BLOCK), tokens=tokens, ranks=RANKS, block=BLOCK, policy=case.policy)
+    blocks = token_blocks([1] * -(-tokens // BLOCK), tokens=tokens, ranks=RANKS, block=BLOCK, policy=case.policy)
     pass_ = ContextParallel(component="language_model", num_ranks=RANKS, local_tokens=blocks.local_tokens)
     spread = replace(under, graph=Pipeline(passes=(pass_,)).run(under.graph).graph)
     inputs = {str(n.target): n.meta["words"] for n in spread.graph.module.graph.nodes if _is_own_words(n)}
-    own = shard_values(words, blocks.rearrange(), inputs)
+    own = shard_values(words, blocks.order, inputs)
     return (
         job_of(spread, model, roots, own=own, stages=STAGES),
         job_of(whole, model, roots, stages=STAGES),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support.graphs.bitfield_graph import WORDS, causal_words, with_words
 from support.graphs.shard_jobs import job_of
 from support.models.tiny_language import WIDTH, Block, Mix, TinyLanguage, tiny_batch
+from support.oracles.token_policies import BlockPolicy, token_blocks
 from support.processes.shard_ranks import Job, Ran, ran_by
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +22,6 @@ from mmcompile.codegen.token_shards import shard_values
 from mmcompile.errors import PlanError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.sizes import evaluate
-from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, distribute
 from mmcompile.passes.context_parallel.context_parallel import ContextParallel
 from mmcompile.passes.context_parallel.token_axis import LOCAL_TOKENS
 from mmcompile.passes.values import tensors
@@ -169,9 +169,9 @@ def _jobs(mix: Mix) -> tuple[Job, Job]:
     batch = tiny_batch()
     words = causal_words(batch)
     graph = with_words(found.graph)
-    blocks = distribute([1, 1, 1], tokens=40, ranks=RANKS, block=BLOCK, policy=BlockPolicy.STRIPE)
+    blocks = token_blocks([1, 1, 1], tokens=40, ranks=RANKS, block=BLOCK, policy=BlockPolicy.STRIPE)
     spread = ContextParallel(component="language_model", num_ranks=RANKS, local_tokens=blocks.local_tokens).run(graph)
-    own = shard_values({WORDS: words}, blocks.rearrange(), {"cp_words": WORDS})
+    own = shard_values({WORDS: words}, blocks.order, {"cp_words": WORDS})
     return (
         job_of(replace(found, graph=spread), model, batch, own=own),
         job_of(replace(found, graph=graph), model, {**batch, WORDS: words}),

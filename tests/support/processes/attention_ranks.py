@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mmcompile.kernels.bitfield_attention import bitfield_attention_reference
-from mmcompile.kernels.bitfield_attention.masks.block_plan import workload
+from mmcompile.kernels.bitfield_attention.masks.classify import Masks
 from mmcompile.kernels.bitfield_attention.parallel.attention import (
     context_parallel_attention,
     context_parallel_attention_backward,
     gather_words,
 )
-from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, TokenBlocks, distribute
 from mmcompile.kernels.bitfield_attention.parallel.token_ops import shard_tokens
 from support.oracles.masks_oracle import random_words
+from support.oracles.token_policies import BlockPolicy, TokenBlocks, token_blocks
 from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 BLOCK = 16
@@ -61,8 +61,8 @@ def words_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(case: Case, num_ranks: int) -> TokenBlocks:
-    work = workload(*words_of(case), window=case.window, block_q=BLOCK, block_kv=BLOCK)
-    return distribute(work, tokens=case.tokens, ranks=num_ranks, block=BLOCK, policy=case.policy)
+    work = Masks(*words_of(case), window=case.window, block_q=BLOCK, block_kv=BLOCK).workload()
+    return token_blocks(work, tokens=case.tokens, ranks=num_ranks, block=BLOCK, policy=case.policy)
 
 
 def tensors_of(case: Case) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ def _on_rank(context: RankContext, job: tuple[Case, bool]) -> Result:
 
 def _share(case: Case, rank: int, num_ranks: int) -> Result:
     blocks = blocks_of(case, num_ranks)
-    index = blocks.index(rank)
+    index = blocks.order[rank]
     tensors = tensors_of(case)
     attention = _attention(case, num_ranks)
     if case.compiled:
@@ -129,10 +129,10 @@ def _attention(case: Case, num_ranks: int) -> Callable[..., tuple[Tensor, Tensor
 
 def _masks(case: Case, blocks: TokenBlocks, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Words and positions of a rank's tokens and of all; gathering them gives the same as knowing them."""
-    words, positions = (shard_tokens(x, blocks.index(rank), 1, 0) for x in words_of(case))
-    gathered = blocks.rearrange().flatten()
+    words, positions = (shard_tokens(x, blocks.order[rank], 1, 0) for x in words_of(case))
+    gathered = blocks.order.flatten()
     kv_words, kv_positions = (shard_tokens(x, gathered, 1, 0) for x in words_of(case))
-    found = gather_words(words, positions, GROUP, blocks.num_ranks)
+    found = gather_words(words, positions, GROUP, len(blocks.order))
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(found, (kv_words, kv_positions), strict=True))
     return words, positions, kv_words, kv_positions
 
@@ -147,7 +147,7 @@ def _check_ops(case: Case, rank: int, num_ranks: int) -> None:
     """torch's own checks of the ops; all ranks run them alike, so their collectives meet."""
     case = replace(case, tokens=40)
     blocks = blocks_of(case, num_ranks)
-    q, k, v = (shard_tokens(tensors_of(case)[name].detach(), blocks.index(rank), 2, 0) for name in "qkv")
+    q, k, v = (shard_tokens(tensors_of(case)[name].detach(), blocks.order[rank], 2, 0) for name in "qkv")
     masks = _masks(case, blocks, rank)
     call = *masks, 0.4, case.window, case.head_stride, GROUP, num_ranks
     torch.library.opcheck(gather_words, (*masks[:2], GROUP, num_ranks))

@@ -18,12 +18,10 @@ from mmcompile.kernels.bitfield_attention.masks.block_plan import (
     BlockPlan,
     TileClass,
     TileLists,
-    class_map,
     plan_blocks,
     visible_pairs,
-    workload,
 )
-from mmcompile.kernels.bitfield_attention.masks.classify import unpack_classes
+from mmcompile.kernels.bitfield_attention.masks.classify import Masks, unpack_classes
 from mmcompile.kernels.bitfield_attention.masks.launch_order import best_cap
 from mmcompile.kernels.bitfield_attention.masks.words import pack
 
@@ -43,7 +41,7 @@ class Case:
 
     def classes(self) -> torch.Tensor:
         keys = self.arguments.get("kv_words", self.arguments["words"]).shape[1]
-        packed = class_map(**self.arguments, **self.blocks).numpy()
+        packed = Masks(**self.arguments, **self.blocks).packed()
         return torch.from_numpy(unpack_classes(packed)[..., : -(-keys // self.block_kv)])
 
     def mask(self) -> torch.Tensor:
@@ -94,9 +92,9 @@ def test_no_tile_of_2000_random_masks_is_unsafe() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_workload_and_pairs_are_exact(seed: int) -> None:
     case = random_case(seed, batch=2)
-    counts = workload(**case.arguments, **case.blocks)
-    assert counts.dtype == torch.int64
-    assert torch.equal(counts, (case.classes() != TileClass.EMPTY).sum(-1))
+    counts = Masks(**case.arguments, **case.blocks).workload()
+    assert counts.dtype == np.int64
+    assert np.array_equal(counts, (case.classes() != TileClass.EMPTY).sum(-1).numpy())
     assert visible_pairs(**case.arguments, window=case.window) == int(case.mask().sum())
 
 
@@ -129,9 +127,14 @@ def test_items_of_both_sides_cover_each_tile_once(cap: int | Literal["auto"] | N
         classes = case.classes()
         check_side(plan.queries, classes)
         check_side(plan.keys, classes.transpose(1, 2))
-        assert plan.num_tiles == tuple(int((classes == kind).sum()) for kind in (1, 2, 3))
+        assert num_tiles(plan) == [int((classes == kind).sum()) for kind in (1, 2, 3)]
         if isinstance(cap, int):
             assert all(sum(x[3::2]) - sum(x[2::2]) <= cap for x in plan.queries.items.tolist())
+
+
+def num_tiles(plan: BlockPlan) -> list[int]:
+    """Of each class: FULL, ROW, GENERAL."""
+    return torch.diff(plan.queries.bounds).sum(0).tolist()
 
 
 def test_large_plans_are_compressed_in_pieces() -> None:
@@ -148,7 +151,7 @@ def test_large_plans_are_compressed_in_pieces() -> None:
 
 def test_blocks_that_see_nothing_are_still_written() -> None:
     plan = plan_blocks(torch.zeros(2, 300, dtype=torch.int64))
-    assert plan.num_tiles == (0, 0, 0)
+    assert num_tiles(plan) == [0, 0, 0]
     assert sorted(plan.queries.items[:, 0].tolist()) == list(range(6)) and (plan.queries.items[:, 1] == -1).all()
     assert len(plan.queries.other) == 0 and plan.queries.num_slots == 0
 
@@ -159,18 +162,15 @@ def causal_words(tokens: int) -> torch.Tensor:
 
 
 def test_classes_of_a_causal_mask_are_exact() -> None:
-    classes = unpack_classes(class_map(causal_words(2048)).numpy())[0]
+    classes = unpack_classes(Masks(causal_words(2048)).packed())[0]
     expected = np.tril(np.full((16, 16), TileClass.FULL), -1) + np.diag(np.full(16, TileClass.GENERAL))
     assert (classes == expected).all()
 
 
 def test_a_window_leaves_a_band() -> None:
     plan = plan_blocks(causal_words(128 * 64), window=256)
-    assert plan.num_tiles == (
-        63,
-        0,
-        64 + 62,
-    )  # the block before, whole; the block itself and the one before that, in part
+    # The block before, whole; the block itself and the one before that, in part.
+    assert num_tiles(plan) == [63, 0, 64 + 62]
 
 
 def test_text_after_images_of_other_modalities_is_by_row() -> None:
@@ -183,7 +183,7 @@ def test_text_after_images_of_other_modalities_is_by_row() -> None:
         instance=torch.where(text, 0, tokens // 12 + 1),
         modalities=torch.where(text, 3, 2),
     )[None]
-    classes = unpack_classes(class_map(words, block_q=16, block_kv=16).numpy())[0, :4, :4]
+    classes = unpack_classes(Masks(words, block_q=16, block_kv=16).packed())[0, :4, :4]
     assert (classes[3] == [TileClass.ROW, TileClass.ROW, TileClass.ROW, TileClass.GENERAL]).all()
 
 
@@ -226,9 +226,9 @@ def million_tokens(documents: int) -> torch.Tensor:
 def test_a_million_tokens_are_classed_quickly_and_in_little_memory(documents: int, limit_s: float) -> None:
     words = million_tokens(documents)
     start = time.perf_counter()
-    packed = class_map(words)
+    packed = Masks(words).packed()
     elapsed_s = time.perf_counter() - start
-    assert packed.numel() * packed.element_size() <= MAP_LIMIT_BYTES
+    assert packed.nbytes <= MAP_LIMIT_BYTES
     assert elapsed_s <= limit_s
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.oracles.token_policies import BlockPolicy
 from support.processes.attention_ranks import Case, Result, blocks_of, in_one_process, on_ranks, tensors_of, words_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,7 +30,6 @@ from mmcompile.kernels.bitfield_attention.parallel.head_stride import (
     attention_s,
     choose_head_stride,
 )
-from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy
 from mmcompile.kernels.bitfield_attention.parallel.token_ops import shard_tokens, unshard_tokens
 from mmcompile.kernels.process_groups import Channel, register_group
 
@@ -97,7 +97,7 @@ def test_ranks_compute_what_one_process_does(ran: Ran, name: str) -> None:
 def test_free_rows_see_nothing(ran: Ran, name: str) -> None:
     blocks = blocks_of(CASES[name], ran.num_ranks)
     for rank, result in enumerate(ran.results[name]):
-        free = blocks.index(rank) < 0
+        free = blocks.order[rank] < 0
         assert not result.out[:, :, free].any()
         assert (result.lse[:, :, free] == -torch.inf).all()
 
