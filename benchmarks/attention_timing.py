@@ -16,7 +16,7 @@ from mmcompile.kernels.bitfield_attention.impl import eager
 from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
 from mmcompile.kernels.bitfield_attention.impl.triton_configs import Config
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, plan_blocks, visible_pairs
-from mmcompile.kernels.bitfield_attention.masks.words import document, pack
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords, document, pack
 
 DOCUMENTS = "documents"
 """The documents of MP, causal text throughout."""
@@ -96,15 +96,17 @@ def run_forward(call: Call, plan: BlockPlan, tiles: Tiles | None = None) -> tupl
     """Ours: Triton on CUDA, eager elsewhere."""
     scale = call.case.head_dim**-0.5
     if not call.q.is_cuda:
-        return eager.forward(call.q, call.k, call.v, *call.mask, scale, None, plan)
-    return triton.forward(call.q, call.k, call.v, *call.mask, scale, None, plan, tiles=tiles.forward if tiles else None)
+        return eager.forward(call.q, call.k, call.v, MaskWords(*call.mask), scale, plan)
+    return triton.forward(
+        call.q, call.k, call.v, MaskWords(*call.mask), scale, plan, tiles=tiles.forward if tiles else None
+    )
 
 
 def run_backward(
     call: Call, plan: BlockPlan, out: torch.Tensor, lse: torch.Tensor, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ours: Triton on CUDA, eager elsewhere."""
-    tensors = call.dout, None, call.q, call.k, call.v, out, lse, *call.mask, call.case.head_dim**-0.5, None, plan
+    tensors = call.dout, None, call.q, call.k, call.v, out, lse, MaskWords(*call.mask), call.case.head_dim**-0.5, plan
     if not call.q.is_cuda:
         return eager.backward(*tensors)
     tiles = tiles or Tiles()

@@ -45,7 +45,7 @@ from mmcompile.batching.balance.auto import Auto  # noqa: E402
 from mmcompile.batching.balance.balancer import Balancer  # noqa: E402
 from mmcompile.batching.balance.bucket_bounds import bottleneck, step_bound  # noqa: E402
 from mmcompile.batching.balance.buckets import Joint  # noqa: E402
-from mmcompile.batching.balance.exchange import from_arrival  # noqa: E402
+from mmcompile.batching.balance.exchange import exchanged  # noqa: E402
 from mmcompile.batching.balance.hierarchical import Defer, Hierarchical, stratified  # noqa: E402
 from mmcompile.batching.balance.integer_program import Limits  # noqa: E402
 from mmcompile.batching.balance.lpt import lpt  # noqa: E402
@@ -172,14 +172,14 @@ def between_nodes(seed: int, rounds: int) -> Iterator[Figure]:
     yield Figure(name="node-local: 7,680 samples on 128 ranks", value=spent, unit="ms")
     assert costs.lengths is not None
     for row, component in enumerate(COMPONENTS):
-        volume = from_arrival(found, arrival, row).volume(costs.lengths[row], ranks, ranks)
+        volume = exchanged(arrival, -1, found, row, costs.lengths[row])
         began = time.process_time()
         best = rearrange(volume, RANKS_PER_NODE)
         spent = (time.process_time() - began) * 1e3
         ratio = best.sent / best.sent_before
         yield Figure(name=f"rearranged: {component}, largest volume between nodes", value=ratio, unit="x", most=1)
         yield Figure(name=f"rearranged: {component}, time", value=spent, unit="ms")
-        volume = from_arrival(local, arrival, row).volume(costs.lengths[row], ranks, ranks)
+        volume = exchanged(arrival, -1, local, row, costs.lengths[row])
         ratio = rearrange(volume, RANKS_PER_NODE).sent / best.sent_before
         yield Figure(name=f"node-local: {component}, largest volume between nodes", value=ratio, unit="x", most=0.436)
         loads = local.loads(costs)[component]

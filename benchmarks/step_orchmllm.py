@@ -45,7 +45,7 @@ from step_report import Pool, Row, arguments, show  # noqa: E402
 
 from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
-from mmcompile.batching.balance.exchange import from_arrival  # noqa: E402
+from mmcompile.batching.balance.exchange import exchanged  # noqa: E402
 from mmcompile.batching.balance.lengths import BatchKind, batch_costs  # noqa: E402
 from mmcompile.batching.balance.lpt import lpt  # noqa: E402
 from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
@@ -234,14 +234,14 @@ def volumes(
         assert step.costs.lengths is not None
         for row, component in enumerate(COMPONENTS):
             rows = step.costs.lengths[row]
-            before = from_arrival(plain, arrival, row).volume(rows, num_ranks, num_ranks)
+            before = exchanged(arrival, -1, plain, row, rows)
             best = rearrange(before, RANKS_PER_NODE)
             found.setdefault(f"{component}: rearranged", []).append(best.sent / best.sent_before)
             if bounded:
                 least = least_sent(before, RANKS_PER_NODE) / best.sent_before
                 found.setdefault(f"{component}: least possible for these batches", []).append(least)
             if row != AUDIO:
-                volume = from_arrival(local, arrival, row).volume(rows, num_ranks, num_ranks)
+                volume = exchanged(arrival, -1, local, row, rows)
                 ratio = rearrange(volume, RANKS_PER_NODE).sent / best.sent_before
                 found.setdefault(f"{component}: node-local, rearranged", []).append(ratio)
     group = f"{model.name}, {num_ranks} ranks, volume between nodes"

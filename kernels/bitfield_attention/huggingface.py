@@ -24,7 +24,7 @@ import torch
 
 from mmcompile.errors import ConfigError, MaskError
 from mmcompile.kernels.bitfield_attention.api import bitfield_attention
-from mmcompile.kernels.bitfield_attention.huggingface_trace import note_call, note_other_call, note_own_mask
+from mmcompile.kernels.bitfield_attention.huggingface_trace import current_trace
 from mmcompile.kernels.bitfield_attention.masks.convert import words_from_ids
 from mmcompile.kernels.bitfield_attention.masks.words import visible
 
@@ -118,9 +118,11 @@ def attention(
     _refuse(where, dropout, options)
     carried = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int64 else None
     if carried is None and _is_not_ours(module, where, query, key, attention_mask, bitfield_words):
-        note_other_call(module)
+        if trace := current_trace():
+            trace.others[module] += 1
         return _sdpa(module, query, key, value, attention_mask, scaling)
-    note_call(module, bitfield_words, sliding_window)
+    if trace := current_trace():
+        trace.note_call(module, bitfield_words, sliding_window)
     words = bitfield_words
     if words is None and carried is not None and carried.shape[-1]:
         words = carried[:, 0, 0]
@@ -147,28 +149,19 @@ def _attend(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    first = key.shape[2] - query.shape[2]
-    if first == 0:
-        out = bitfield_attention(query, key, value, words, positions=positions, scale=scale, window=window)
-        return out.transpose(1, 2).contiguous()
-    if positions is None:
-        positions = torch.arange(words.shape[1], dtype=torch.int32, device=words.device).expand_as(words)
-    asked = words[:, first:], positions[:, first:]
-    if query.shape[2] == 1:  # A decoding step: one row of mask is cheaper than a plan.
-        seen = visible(*asked, words, positions, window)[:, None]
-        return _sdpa(module, query, key, value, seen, scale)[0]
-    out = bitfield_attention(
-        query,
-        key,
-        value,
-        asked[0],
-        positions=asked[1],
-        kv_words=words,
-        kv_positions=positions,
-        scale=scale,
-        window=window,
+    first, kv_words, kv_positions = key.shape[2] - query.shape[2], None, None
+    if first:
+        kv_words = words
+        kv_positions = torch.arange(words.shape[1], dtype=torch.int32, device=words.device).expand_as(words)
+        kv_positions = kv_positions if positions is None else positions
+        words, positions = kv_words[:, first:], kv_positions[:, first:]
+        if query.shape[2] == 1:  # A decoding step: one row of mask is cheaper than a plan.
+            seen = visible(words, positions, kv_words, kv_positions, window)[:, None]
+            return _sdpa(module, query, key, value, seen, scale)[0]
+    sides = {"positions": positions, "kv_words": kv_words, "kv_positions": kv_positions}
+    return (
+        bitfield_attention(query, key, value, words, **sides, scale=scale, window=window).transpose(1, 2).contiguous()
     )
-    return out.transpose(1, 2).contiguous()
 
 
 def _mask(
@@ -206,7 +199,8 @@ def _mask(
         )
     if not _is_causal(mask_function):
         return torch.empty(batch_size, 1, 1, 0, dtype=torch.int64, device=device)
-    note_own_mask()
+    if trace := current_trace():
+        trace.own_masks += 1
     kept = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
     if attention_mask is not None:
         kept = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.int64)

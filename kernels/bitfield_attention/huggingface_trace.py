@@ -30,32 +30,24 @@ class _Trace:
     with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
     without: Counter[torch.nn.Module] = field(default_factory=Counter)
     others: Counter[torch.nn.Module] = field(default_factory=Counter)
+    """Calls to which words do not apply: cross-attention, an encoder, a decoding step."""
     own_masks: int = 0
+    """Number of times that a model made words from its own mask."""
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def note_call(self, module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
+        """Count a call of attention, separately with and without words given by keyword."""
+        (self.without if words is None else self.with_words)[module] += 1
+        if window is not None and words is not None:
+            self.windows[window] = words
 
 
 _TRACE: ContextVar[_Trace | None] = ContextVar("bitfield attention calls", default=None)
 
 
-def note_call(module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
-    """Count a call of attention, separately with and without words given by keyword."""
-    if torch.compiler.is_compiling() or (trace := _TRACE.get()) is None:
-        return
-    (trace.without if words is None else trace.with_words)[module] += 1
-    if window is not None and words is not None:
-        trace.windows[window] = words
-
-
-def note_other_call(module: torch.nn.Module) -> None:
-    """Count a call to which words do not apply: cross-attention, an encoder, a decoding step."""
-    if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
-        trace.others[module] += 1
-
-
-def note_own_mask() -> None:
-    """Record that a model made words from its own mask."""
-    if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
-        trace.own_masks += 1
+def current_trace() -> _Trace | None:
+    """Return the counts of the enclosing `expect_words`; None outside of it and under torch.compile."""
+    return None if torch.compiler.is_compiling() else _TRACE.get()
 
 
 @contextmanager

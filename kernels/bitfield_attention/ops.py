@@ -18,6 +18,7 @@ from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
 from mmcompile.kernels.bitfield_attention.impl.backends import resolve_impl
 from mmcompile.kernels.bitfield_attention.masks.plan_cache import PlanCache
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 _PLANS = PlanCache()  # One for the process: an op has nowhere else to keep what its calls share.
 
@@ -50,10 +51,10 @@ def bitfield_attention_op(
     Returns:
         O, [B, H, Tq, Dv] in the dtype of `q`, and the log-sum-exp of each row, [B, H, Tq] in float32 or wider.
     """
-    source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
+    mask = MaskWords(words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words), window)
     if resolve_impl(impl, q, v) == "eager":
-        return eager.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window))
-    return triton.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window, "auto", prod(q.shape[:2])))
+        return eager.forward(q, k, v, mask, scale, _PLANS.plan(mask.tensors, window))
+    return triton.forward(q, k, v, mask, scale, _PLANS.plan(mask.tensors, window, "auto", prod(q.shape[:2])))
 
 
 @bitfield_attention_op.register_fake
@@ -93,12 +94,12 @@ def bitfield_attention_backward_op(
     Returns:
         dQ, dK, dV, contiguous, in the shapes of `q`, `k`, `v`.
     """
-    source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
+    mask = MaskWords(words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words), window)
     if resolve_impl(impl, q, v) == "eager":
-        plan = _PLANS.plan(source, window)
-        return eager.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
-    plan = _PLANS.plan(source, window, "auto", prod(q.shape[:2]))
-    return triton.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
+        plan = _PLANS.plan(mask.tensors, window)
+        return eager.backward(dout, dlse, q, k, v, out, lse, mask, scale, plan, grad_dtype)
+    plan = _PLANS.plan(mask.tensors, window, "auto", prod(q.shape[:2]))
+    return triton.backward(dout, dlse, q, k, v, out, lse, mask, scale, plan, grad_dtype)
 
 
 @bitfield_attention_backward_op.register_fake

@@ -33,9 +33,7 @@ def packed_attention(
 
 
 @packed_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _(query: torch.Tensor, *options: object) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -82,27 +80,19 @@ def _segment_gradients(
 
 @packed_attention_backward.register_fake
 def _(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    scale: float,
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return q, k, v
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    query, key, value, cu_seqlens, scale = inputs
-    ctx.save_for_backward(query, key, value, cu_seqlens)
-    ctx.scale = scale
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    query, key, value, cu_seqlens = ctx.saved_tensors
-    grads = torch.ops.mmcompile.packed_attention_backward(grad, query, key, value, cu_seqlens, ctx.scale)
-    return (*grads, None, None)
+    return *torch.ops.mmcompile.packed_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)

@@ -20,7 +20,7 @@ import torch
 
 from mmcompile.kernels.process_groups import Channel, registered_group
 from mmcompile.kernels.sharded_parameters.regather import note_gathered
-from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks
+from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks, resized
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -58,7 +58,7 @@ def _gathered(part: torch.Tensor, group_name: str, count: int, dim: int, blocks:
 
 @gather_parameter.register_fake
 def _(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    return part.new_empty((*part.shape[:dim], sum(blocks), *part.shape[dim + 1 :]))
+    return part.new_empty(resized(part, dim, sum(blocks)))
 
 
 @torch.library.custom_op("mmcompile::scatter_gradient", mutates_args=())
@@ -82,7 +82,7 @@ def scatter_gradient(grad: torch.Tensor, group_name: str, count: int, dim: int, 
 
 @scatter_gradient.register_fake
 def _(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    return grad.new_empty((*grad.shape[:dim], grad.shape[dim] // count, *grad.shape[dim + 1 :]))
+    return grad.new_empty(resized(grad, dim, grad.shape[dim] // count))
 
 
 def _in_place(dim: int, blocks: Sequence[int]) -> bool:

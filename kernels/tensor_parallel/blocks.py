@@ -41,3 +41,10 @@ def block_ranges(blocks: Sequence[int], index: int, count: int) -> list[tuple[in
         ranges.append((begin + index * length, length))
         begin += block
     return ranges
+
+
+def resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
+    """Return the shape of a tensor with another size along `dim`."""
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape

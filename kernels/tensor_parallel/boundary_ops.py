@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from mmcompile.kernels.process_groups import all_reduce, registered_group
-from mmcompile.kernels.tensor_parallel.blocks import block_part, block_ranges
+from mmcompile.kernels.tensor_parallel.blocks import block_part, block_ranges, resized
 
 
 @torch.library.custom_op("mmcompile::tp_copy", mutates_args=())
@@ -92,7 +92,7 @@ def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, coun
 def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
     """Return the gradient of `tp_slice`'s input: `grad` at the place of this rank's part, and zeros elsewhere."""
     index = registered_group(group_name, count).rank()
-    whole = grad.new_zeros(_resized(grad, dim, sum(blocks)))
+    whole = grad.new_zeros(resized(grad, dim, sum(blocks)))
     begin = 0
     for start, length in block_ranges(blocks, index, count):
         whole.narrow(dim, start, length).copy_(grad.narrow(dim, begin, length))
@@ -119,19 +119,13 @@ def tp_heads_backward(
 ) -> torch.Tensor:
     """Return the gradient of all `size` heads, the input of `tp_heads`: sums for the heads that this rank reads, else zeros."""
     index = registered_group(group_name, count).rank()
-    whole = grad.new_zeros(_resized(grad, dim, size))
+    whole = grad.new_zeros(resized(grad, dim, size))
     return whole.index_add_(dim, _own_heads(heads, index, count, grad.device), grad)
 
 
 def _own_heads(heads: list[int], index: int, count: int, device: torch.device) -> torch.Tensor:
     each = len(heads) // count
     return torch.tensor(heads[index * each : (index + 1) * each], device=device)
-
-
-def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = size
-    return shape
 
 
 def _same(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
@@ -148,22 +142,22 @@ for _op, _fake in ((tp_copy, _same), (tp_exit, _same), (tp_enter, _same), (tp_fi
 
 @tp_slice.register_fake
 def _(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    return x.new_empty(_resized(x, dim, sum(blocks) // count))
+    return x.new_empty(resized(x, dim, sum(blocks) // count))
 
 
 @tp_slice_backward.register_fake
 def _(grad: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    return grad.new_empty(_resized(grad, dim, sum(blocks)))
+    return grad.new_empty(resized(grad, dim, sum(blocks)))
 
 
 @tp_heads.register_fake
 def _(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count: int) -> torch.Tensor:
-    return x.new_empty(_resized(x, dim, len(heads) // count))
+    return x.new_empty(resized(x, dim, len(heads) // count))
 
 
 @tp_heads_backward.register_fake
 def _(grad: torch.Tensor, dim: int, heads: list[int], size: int, group_name: str, count: int) -> torch.Tensor:
-    return grad.new_empty(_resized(grad, dim, size))
+    return grad.new_empty(resized(grad, dim, size))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

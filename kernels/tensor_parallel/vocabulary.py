@@ -101,9 +101,7 @@ def tp_token_loss(
 
 
 @tp_token_loss.register_fake
-def _(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, group_name: str, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(logits: torch.Tensor, labels: torch.Tensor, *options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     floats = logits.new_empty((), dtype=wide), logits.new_empty(labels.shape, dtype=wide)
     return floats[0], labels.new_empty((), dtype=torch.int64), floats[1]
@@ -128,15 +126,7 @@ def tp_token_loss_backward(
 
 
 @tp_token_loss_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    normalizers: torch.Tensor,
-    ignore_index: int,
-    group_name: str,
-    count: int,
-) -> torch.Tensor:
+def _(grad: torch.Tensor, logits: torch.Tensor, *options: object) -> torch.Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -69,9 +69,7 @@ def at_placeholders(
     labels = text.labels
     if labels is not None:
         labels = labels.masked_fill(_is_placeholder(input_ids, placeholders), IGNORED_LABEL)
-    return TextInputs(
-        embeddings=embeddings, attention_mask=text.attention_mask, position_ids=text.position_ids, labels=labels
-    )
+    return replace(text, embeddings=embeddings, labels=labels)
 
 
 def _misfit(name: str, token: int, placeholders: int, rows: int) -> str:
@@ -148,6 +146,4 @@ def by_function(
         raise ConfigError(
             f"the merge function returned {got}; wanted embeddings {list(text.embeddings.shape)}, as given"
         )
-    return TextInputs(
-        embeddings=merged, attention_mask=text.attention_mask, position_ids=text.position_ids, labels=text.labels
-    )
+    return replace(text, embeddings=merged)

@@ -1,16 +1,16 @@
-"""Readers of sample shapes: processed samples, a JSONL of shapes, a folder of images, a synthetic dataset."""
+"""Readers of sample shapes: a JSONL of shapes, a folder of images, a synthetic dataset."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from mmcompile.data.images import SUFFIXES, PatchRule, image_size
 from mmcompile.data.sample import SampleShape
@@ -18,7 +18,7 @@ from mmcompile.data.stats import DatasetStats, Progress
 from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError
 
-__all__ = ["ReadOptions", "read_stats", "shapes_of_folder", "shapes_of_jsonl", "shapes_of_samples"]
+__all__ = ["ReadOptions", "read_stats", "shapes_of_folder", "shapes_of_jsonl"]
 
 _SYNTHETIC = "synthetic:"
 _CAPTIONS = ("metadata.jsonl", "captions.jsonl")
@@ -75,14 +75,7 @@ def read_stats(
             f"cannot read a dataset from {name}: wanted a folder of images, a .jsonl of shapes, a .json of saved "
             f"statistics, or {_SYNTHETIC}NAME[:COUNT[:SEED]]"
         )
-    return DatasetStats.of(_first(shapes, options.max_samples), name=name, progress=progress)
-
-
-def _first(shapes: Iterable[SampleShape], count: int | None) -> Iterator[SampleShape]:
-    for index, shape in enumerate(shapes):
-        if index == count:
-            return
-        yield shape
+    return DatasetStats.of(itertools.islice(shapes, options.max_samples), name=name, progress=progress)
 
 
 def _named(source: str) -> Iterator[SampleShape]:
@@ -147,17 +140,13 @@ def shapes_of_folder(folder: str | os.PathLike[str], options: ReadOptions | None
         name = path.relative_to(root).as_posix()
         text = captions.get(name)
         if text is None and (sidecar := path.with_suffix(".txt")).is_file():
-            text = _text(sidecar)
+            text = "".join(line for _, line in _lines(sidecar)).strip()
         tokens = 0 if text is None else options.count_tokens(text)
         yield SampleShape(
             name=name,
             text_tokens=tokens + options.prompt_tokens,
             images=options.rule.images(*image_size(path)),
         )
-
-
-def _text(path: Path) -> str:
-    return "".join(line for _, line in _lines(path)).strip()
 
 
 def _captions(root: Path) -> dict[str, str]:
@@ -179,75 +168,3 @@ def _captions(root: Path) -> dict[str, str]:
 class _Caption:
     file_name: str
     text: str
-
-
-def shapes_of_samples(
-    samples: Iterable[Mapping[str, Any]],
-    *,
-    placeholders: Collection[int] = (),
-    patch: int | None = None,
-    hop: int = 2,
-    packed_sounds: bool = False,
-) -> Iterator[SampleShape]:
-    """Yield the shapes of conversations as a Hugging Face processor returns them, one each.
-
-    Args:
-        samples: samples with `input_ids` [1, S] or [S] (and `attention_mask` of the same shape), `image_grid_thw` [images, 3]
-            or `pixel_values` [images, ..., C, H, W], `input_features` [sounds, bins, T] (and `feature_attention_mask`
-            [sounds, T]). A `name` or `id` names the sample.
-        placeholders: token ids that stand for images and sounds in `input_ids`.
-        patch: pixels of a patch's side; needed without grids.
-        hop: steps of `input_features` to one frame of the encoder (2 for Whisper's).
-        packed_sounds: True if the encoder computes only a clip's real frames; False if it also computes padding.
-
-    Raises:
-        ConfigError: a sample has no `input_ids`, or images whose patches cannot be counted without `patch`.
-    """
-    for index, sample in enumerate(samples):
-        name = str(sample.get("name", sample.get("id", f"sample {index}")))
-        if "input_ids" not in sample:
-            raise ConfigError(f"{name} has no input_ids; it has {', '.join(map(str, sample))}")
-        ids = _array(sample["input_ids"]).reshape(-1)
-        seen = (
-            _array(sample["attention_mask"]).reshape(-1) != 0 if "attention_mask" in sample else np.ones_like(ids) > 0
-        )
-        text = int((seen & ~np.isin(ids, list(placeholders))).sum())
-        yield SampleShape(
-            name=name,
-            text_tokens=text,
-            images=tuple(_patches(name, sample, patch)),
-            audios=tuple(_frames(sample, hop, packed_sounds)),
-        )
-
-
-def _array(value: Any) -> np.ndarray:
-    return np.asarray(value)
-
-
-def _patches(name: str, sample: Mapping[str, Any], patch: int | None) -> list[int]:
-    grids = [sample[key] for key in ("image_grid_thw", "video_grid_thw") if sample.get(key) is not None]
-    if grids:
-        return [int(math.prod(row)) for grid in grids for row in _array(grid).reshape(-1, 3).tolist()]
-    sizes: list[int] = []
-    for key in ("pixel_values", "pixel_values_videos"):
-        shape: Sequence[int] = () if sample.get(key) is None else tuple(sample[key].shape)
-        if not shape:
-            continue
-        if len(shape) < 4 or patch is None:
-            raise ConfigError(
-                f"{name} has {key} of shape {list(shape)} and no grid: cannot tell its patches; "
-                "give `patch`, and images as [..., channels, height, width]"
-            )
-        sizes += [(shape[-2] // patch) * (shape[-1] // patch)] * math.prod(shape[:-3])
-    return sizes
-
-
-def _frames(sample: Mapping[str, Any], hop: int, packed: bool) -> list[int]:
-    if sample.get("input_features") is None:
-        return []
-    if packed and sample.get("feature_attention_mask") is not None:
-        steps = _array(sample["feature_attention_mask"]).sum(axis=-1).reshape(-1).tolist()
-    else:
-        shape = tuple(sample["input_features"].shape)
-        steps = [shape[-1]] * math.prod(shape[:-2])
-    return [math.ceil(count / hop) for count in steps]

@@ -133,22 +133,14 @@ class DatasetStats:
         return self.count > len(self.samples)
 
     @property
-    def with_images(self) -> float:
-        """Fraction of samples with an image, 0..1."""
-        return self._share(lambda shape: bool(shape.images))
-
-    @property
-    def with_sounds(self) -> float:
-        """Fraction of samples with an audio clip, 0..1."""
-        return self._share(lambda shape: bool(shape.audios))
-
-    @property
-    def with_text(self) -> float:
-        """Fraction of samples with text, 0..1."""
-        return self._share(lambda shape: shape.text_tokens > 0)
-
-    def _share(self, has: Callable[[SampleShape], bool]) -> float:
-        return sum(map(has, self.samples)) / max(1, len(self.samples))
+    def shares(self) -> dict[str, float]:
+        """Fraction of samples, 0..1, with `images`, with `sounds` (audio clips) and with `text`."""
+        has = {
+            "images": [bool(shape.images) for shape in self.samples],
+            "sounds": [bool(shape.audios) for shape in self.samples],
+            "text": [shape.text_tokens > 0 for shape in self.samples],
+        }
+        return {what: sum(flags) / max(1, len(flags)) for what, flags in has.items()}
 
     def heaviest(self) -> tuple[SampleShape, ...]:
         """Shapes kept of the dataset, followed by the heaviest samples of the whole dataset that are not among them."""
@@ -192,8 +184,7 @@ class DatasetStats:
 
     def __str__(self) -> str:
         sampled = f", {len(self.samples)} of them kept" if self.is_sampled else ""
-        shares = {"images": self.with_images, "sounds": self.with_sounds, "text": self.with_text}
-        parts = [f"{share:.0%} with {what}" for what, share in shares.items() if share > 0]
+        parts = [f"{share:.0%} with {what}" for what, share in self.shares.items() if share > 0]
         lines = [", ".join([f"{self.name}: {self.count} samples{sampled}", *parts])]
         heads = [f"p{percent}" for percent in _PERCENTS[:-1]] + ["max"]
         lines.append(f"{'':<18}{'mean':>9}{'std':>9}" + "".join(f"{head:>9}" for head in heads))

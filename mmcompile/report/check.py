@@ -146,9 +146,9 @@ def _dataset(study: Study) -> Iterator[Finding]:
             yield Finding(
                 severity="note", what=f"{without:.0%} of the samples have nothing for {component.name}", do=""
             )
-    if stats.with_text < 1:
+    if stats.shares["text"] < 1:
         yield Finding(
-            severity="note", what=f"{1 - stats.with_text:.0%} of the samples have no text of their own", do=""
+            severity="note", what=f"{1 - stats.shares['text']:.0%} of the samples have no text of their own", do=""
         )
     yield from _too_long(study)
 

@@ -6,17 +6,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import zoo
+from support.oracles.sample_shapes import shapes_of_samples
 from zoo.parts import AUDIO, IMAGE
 
 import mmcompile as mm
 from mmcompile.batching.balance.assignment import SampleCosts
 from mmcompile.batching.sample_costs import costs_of_samples, costs_of_shapes
-from mmcompile.data.readers import shapes_of_samples
+from mmcompile.data.sample import SampleShape
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.plan import Plan
 
@@ -60,6 +62,32 @@ def equal(one: SampleCosts, two: SampleCosts) -> None:
     assert (one.lengths == two.lengths).all()
     assert one.memory_bytes is not None and two.memory_bytes is not None
     np.testing.assert_allclose(one.memory_bytes, two.memory_bytes, atol=1)
+
+
+def test_processed_samples() -> None:
+    samples: list[dict[str, Any]] = [
+        {
+            "id": 7,
+            "input_ids": torch.tensor([[5, 9, 9, 9, 9, 6, 7, 0]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "pixel_values": torch.zeros(16, 1176, dtype=torch.bfloat16),
+        },
+        {
+            "input_ids": torch.tensor([5, 9, 8]),
+            "pixel_values": torch.zeros(2, 3, 56, 28),
+            "input_features": torch.zeros(1, 80, 3000),
+            "feature_attention_mask": torch.arange(3000)[None] < 301,
+        },
+        {"input_ids": [1, 2, 3]},
+    ]
+    assert list(shapes_of_samples(samples, placeholders=(9, 8), patch=14)) == [
+        SampleShape(name="7", text_tokens=3, images=(16,)),
+        SampleShape(name="sample 1", text_tokens=1, images=(8, 8), audios=(1500,)),
+        SampleShape(name="sample 2", text_tokens=3),
+    ]
+    packed = list(shapes_of_samples(samples[1:2], patch=14, packed_sounds=True))
+    assert packed[0].audios == (151,)
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -14,7 +14,7 @@ from support.paths import BENCHMARKS
 
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.assignment import Grid
-from mmcompile.batching.balance.exchange import from_arrival
+from mmcompile.batching.balance.exchange import exchanged
 from mmcompile.batching.balance.integer_program import Limits
 from mmcompile.batching.balance.node_local import NodeLocal
 from mmcompile.batching.balance.post_balance import PostBalance
@@ -72,12 +72,12 @@ def test_batches_of_an_assignment_move_together() -> None:
     grid = Grid(num_replicas=(8, 8))
     arrival, found = Arrival().assign(costs, grid), PostBalance().assign(costs, grid)
     assert costs.lengths is not None
-    before = from_arrival(found, arrival, 1).volume(costs.lengths[1], 8, 8)
+    before = exchanged(arrival, -1, found, 1, costs.lengths[1])
     best = rearrange(before, 2)
     moved = rearranged(found, 1, 0, best.rank)
     moved.check(costs)
     assert sorted(moved.loads(costs)["language_model"].ravel()) == sorted(found.loads(costs)["language_model"].ravel())
-    after = from_arrival(moved, arrival, 1).volume(costs.lengths[1], 8, 8)
+    after = exchanged(arrival, -1, moved, 1, costs.lengths[1])
     assert sent(after, np.arange(8), 2) == best.sent
     assert np.array_equal(moved.replica[0], found.replica[0])
 
@@ -91,7 +91,7 @@ def test_node_local_balancing_moves_less() -> None:
     for balancer in (PostBalance(), NodeLocal(ranks_per_node=4)):
         found = balancer.assign(costs, grid)
         found.check(costs)
-        volume = from_arrival(found, arrival, 1).volume(costs.lengths[1], 16, 16)
+        volume = exchanged(arrival, -1, found, 1, costs.lengths[1])
         volumes.append(rearrange(volume, 4, GREEDY).sent)
         loads.append(found.loads(costs)["language_model"].max())
     assert volumes[1] < volumes[0] / 3 and loads[1] <= 1.02 * loads[0]

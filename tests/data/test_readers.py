@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from mmcompile.data.images import PatchRule
-from mmcompile.data.readers import ReadOptions, read_stats, shapes_of_folder, shapes_of_jsonl, shapes_of_samples
+from mmcompile.data.readers import ReadOptions, read_stats, shapes_of_folder, shapes_of_jsonl
 from mmcompile.data.sample import SampleShape
 from mmcompile.data.stats import DatasetStats
 from mmcompile.data.synthetic import SYNTHETIC_DATASETS, synthetic
@@ -88,40 +86,6 @@ def test_a_folder_without_images_and_captions_that_are_none(tmp_path: Path) -> N
         list(shapes_of_folder(tmp_path))
 
 
-def test_processed_samples() -> None:
-    samples: list[dict[str, Any]] = [
-        {
-            "id": 7,
-            "input_ids": torch.tensor([[5, 9, 9, 9, 9, 6, 7, 0]]),
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]),
-            "image_grid_thw": torch.tensor([[1, 4, 4]]),
-            "pixel_values": torch.zeros(16, 1176, dtype=torch.bfloat16),
-        },
-        {
-            "input_ids": torch.tensor([5, 9, 8]),
-            "pixel_values": torch.zeros(2, 3, 56, 28),
-            "input_features": torch.zeros(1, 80, 3000),
-            "feature_attention_mask": torch.arange(3000)[None] < 301,
-        },
-        {"input_ids": [1, 2, 3]},
-    ]
-    assert list(shapes_of_samples(samples, placeholders=(9, 8), patch=14)) == [
-        SampleShape(name="7", text_tokens=3, images=(16,)),
-        SampleShape(name="sample 1", text_tokens=1, images=(8, 8), audios=(1500,)),
-        SampleShape(name="sample 2", text_tokens=3),
-    ]
-    packed = list(shapes_of_samples(samples[1:2], patch=14, packed_sounds=True))
-    assert packed[0].audios == (151,)
-
-
-def test_processed_samples_that_do_not_tell_their_shape() -> None:
-    with pytest.raises(ConfigError, match="sample 0 has no input_ids; it has pixels"):
-        list(shapes_of_samples([{"pixels": 3}]))
-    image = {"input_ids": [1], "pixel_values": torch.zeros(1, 3, 28, 28)}
-    with pytest.raises(ConfigError, match=r"pixel_values of shape \[1, 3, 28, 28\] and no grid"):
-        list(shapes_of_samples([image]))
-
-
 def test_read_stats_takes_every_source(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
@@ -168,7 +132,7 @@ def test_synthetic_datasets_follow_their_table(name: str) -> None:
             size % part.patches.step == 0 or size in (low, high) for shape in drawn for size in shape.images
         )
     with_images = sum(weights[part.name] for part in mix.parts if part.images[1])
-    assert stats.with_images == pytest.approx(with_images, abs=0.03)
+    assert stats.shares["images"] == pytest.approx(with_images, abs=0.03)
 
 
 def test_the_mix_of_dflop_has_its_shares() -> None:

@@ -32,7 +32,7 @@ def test_images_and_sounds_are_counted_one_by_one_and_per_sample() -> None:
     stats = DatasetStats.of(shapes(300), name="toy")
     assert stats.spreads["patches per image"].mean == 64 and stats.spreads["images"].mean == 1
     assert stats.spreads["patches"].percentiles[-1] == 128 and stats.spreads["frames"].mean == 25
-    assert stats.with_images == pytest.approx(2 / 3) and stats.with_sounds == 0.5 and stats.with_text == 1
+    assert stats.shares == pytest.approx({"images": 2 / 3, "sounds": 0.5, "text": 1})
 
 
 def test_correlation_is_pearsons() -> None:

@@ -15,23 +15,7 @@ import numpy as np
 import torch
 
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan
-from mmcompile.kernels.bitfield_attention.masks.words import visible
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mask:
-    """Words and positions of one attention call's queries and keys; evaluates the mask of any tile of them."""
-
-    words: torch.Tensor
-    positions: torch.Tensor
-    kv_words: torch.Tensor
-    kv_positions: torch.Tensor
-    window: int | None
-
-    def tile(self, rows: slice, queries: slice | torch.Tensor, keys: slice | torch.Tensor) -> torch.Tensor:
-        """Return the mask of a tile: bool [rows, queries, keys]."""
-        query = self.words[rows, queries], self.positions[rows, queries]
-        return visible(*query, self.kv_words[rows, keys], self.kv_positions[rows, keys], self.window)
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +38,7 @@ class Chunk:
     ranges: tuple[KeyRange, ...]
 
 
-def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iterator[Chunk]:
+def chunks(plan: BlockPlan, mask: MaskWords, num_heads: int, max_scores: int) -> Iterator[Chunk]:
     """Yield the work of an attention call as chunks, in a fixed order; every query is in one chunk.
 
     Args:
@@ -79,7 +63,7 @@ def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iter
 
 
 def _parts(
-    mask: Mask, rows: slice, queries: slice, tiles: tuple[np.ndarray, np.ndarray, np.ndarray], block_kv: int
+    mask: MaskWords, rows: slice, queries: slice, tiles: tuple[np.ndarray, np.ndarray, np.ndarray], block_kv: int
 ) -> Iterator[tuple[slice | torch.Tensor, np.ndarray, np.ndarray]]:
     """Yield (queries, wholly visible tiles, partly visible tiles) for the groups of a block's queries that visit the same tiles.
 

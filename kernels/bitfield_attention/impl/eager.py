@@ -19,8 +19,9 @@ from math import prod
 
 import torch
 
-from mmcompile.kernels.bitfield_attention.impl.chunks import Chunk, KeyRange, Mask, chunks
+from mmcompile.kernels.bitfield_attention.impl.chunks import Chunk, KeyRange, chunks
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 MAX_SCORES = 1 << 20
 """Maximum number of scores held at once, over all heads: more leaves the cache, fewer makes small products. [Empirical]"""
@@ -30,12 +31,8 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    mask: MaskWords,
     scale: float,
-    window: int | None,
     plan: BlockPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention output O and log-sum-exp L, chunk by chunk.
@@ -44,16 +41,13 @@ def forward(
         q: [B, H, Tq, D], any float dtype; sums are kept in float32 or wider.
         k: [B, Hkv, Tk, D], H a multiple of Hkv.
         v: [B, Hkv, Tk, Dv].
-        words, positions: [B, Tq] integers.
-        kv_words, kv_positions: [B, Tk].
+        mask: words, positions and window.
         scale: factor on the scores.
-        window: causal reach in tokens, or None.
-        plan: block plan of these words, positions and window.
+        plan: block plan of the mask.
 
     Returns:
         O, [B, H, Tq, Dv] in the dtype of `q`, and L, [B, H, Tq] in float32 or wider.
     """
-    mask = Mask(words=words, positions=positions, kv_words=kv_words, kv_positions=kv_positions, window=window)
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = _flat(k, wide), _flat(v, wide)
     finite = _finite(keys, values)
@@ -88,12 +82,8 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    mask: MaskWords,
     scale: float,
-    window: int | None,
     plan: BlockPlan,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,14 +92,13 @@ def backward(
     Args:
         dout: gradient of O, [B, H, Tq, Dv].
         dlse: gradient of L, [B, H, Tq]; None is zero.
-        q, k, v, words, positions, kv_words, kv_positions, scale, window, plan: arguments of `forward`.
+        q, k, v, mask, scale, plan: arguments of `forward`.
         out, lse: results O and L of `forward`.
         grad_dtype: dtype of the gradients; None for the dtype of each input.
 
     Returns:
         dQ, dK, dV in the shapes of `q`, `k`, `v`.
     """
-    mask = Mask(words=words, positions=positions, kv_words=kv_words, kv_positions=kv_positions, window=window)
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = _flat(k, wide), _flat(v, wide)
     finite = _finite(keys, values)
@@ -141,7 +130,7 @@ def backward(
 
 
 def _scores(
-    query: torch.Tensor, keys: torch.Tensor, mask: Mask, chunk: Chunk, part: KeyRange, space: torch.Tensor
+    query: torch.Tensor, keys: torch.Tensor, mask: MaskWords, chunk: Chunk, part: KeyRange, space: torch.Tensor
 ) -> torch.Tensor:
     """Return scores [b Hkv, G Tq, keys] of a chunk and a key range, in `space`; -inf where a query does not see a key."""
     scores = _product(query, keys, space)

@@ -23,6 +23,7 @@ from mmcompile.kernels.bitfield_attention.impl.triton_configs import (
     precision,
 )
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, TileLists
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 _SIDE = 64
 """Number of rows of a head that one program handles in `prepare` and other kernels that compute no scores."""
@@ -32,12 +33,8 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    mask: MaskWords,
     scale: float,
-    window: int | None,
     plan: BlockPlan,
     *,
     tiles: Config | None = None,
@@ -47,11 +44,9 @@ def forward(
     Args:
         q: [B, H, Tq, D] float32, float16 or bfloat16; D 64, 96, 128 or 256.
         k, v: [B, Hkv, Tk, D], H a multiple of Hkv.
-        words, positions: [B, Tq] int64 words and integer positions.
-        kv_words, kv_positions: [B, Tk] words and positions of the keys.
+        mask: words, positions and window.
         scale: factor on the scores, positive.
-        window: causal reach in tokens, or None.
-        plan: block plan of these words, positions and window.
+        plan: block plan of the mask.
         tiles: compile options, instead of the shipped ones.
 
     Returns:
@@ -60,7 +55,7 @@ def forward(
     Raises:
         ConfigError: Triton is missing, or arguments that the kernels do not support.
     """
-    call = _call(q, k, v, words, positions, kv_words, kv_positions, scale, window, plan)
+    call = _call(q, k, v, mask, scale, plan)
     tiles = _fit(tiles or _tiles("forward", call), plan)
     lists, heads = plan.queries, call.heads
     out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
@@ -72,7 +67,7 @@ def forward(
         kernels.attend[_grid(lists.items, plan.block_q // tiles.block_m, heads)](
             *_descriptors(tiles.block_m, call.q), *_descriptors(tiles.block_n, call.k, call.v),
             *_descriptors(tiles.block_g, call.k, call.v), out, lse, partial_out, partial_lse, *call.mask,
-            lists.items, lists.other, plan.q_len, plan.kv_len, blocks, heads, call.group, scale, window or 0,
+            lists.items, lists.other, plan.q_len, plan.kv_len, blocks, heads, call.group, scale, plan.window or 0,
             **call.constants, **_constants(tiles),
         )  # fmt: skip
         if len(lists.splits):
@@ -92,12 +87,8 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    mask: MaskWords,
     scale: float,
-    window: int | None,
     plan: BlockPlan,
     grad_dtype: torch.dtype | None = None,
     *,
@@ -119,7 +110,7 @@ def backward(
     Raises:
         ConfigError: Triton is missing, or arguments that the kernels do not support.
     """
-    call = _call(q, k, v, words, positions, kv_words, kv_positions, scale, window, plan)
+    call = _call(q, k, v, mask, scale, plan)
     grad_dtype = grad_dtype or q.dtype
     with torch.cuda.device_of(q):
         dout = _rows(dout, call.q.dtype)
@@ -155,7 +146,7 @@ def _query_gradients(
     _backward_kernels().query_gradients[_grid(lists.items, plan.block_q // tiles.block_m, heads)](
         *_descriptors(tiles.block_m, q, dout), *_descriptors(tiles.block_n, call.k, call.v),
         *_descriptors(tiles.block_g, call.k, call.v), shift, delta, dq, partial, *call.mask, lists.items, lists.other,
-        plan.q_len, plan.kv_len, blocks, heads, call.group, call.scale, call.window or 0,
+        plan.q_len, plan.kv_len, blocks, heads, call.group, call.scale, plan.window or 0,
         **call.constants, **_constants(tiles),
     )  # fmt: skip
     _add_parts(lists, plan.block_q, partial, dq)
@@ -173,7 +164,7 @@ def _key_gradients(
         _backward_kernels().key_gradients[_grid(lists.items, plan.block_kv // tiles.block_n, heads)](
             *_descriptors(tiles.block_m, call.q, dout), *_descriptors(tiles.block_g, call.q, dout),
             *_descriptors(tiles.block_n, k, call.v), shift, delta, dk, dv, partial_dk, partial_dv, *call.mask,
-            lists.items, lists.other, plan.q_len, plan.kv_len, shift.shape[-1], blocks, heads, call.scale, call.window or 0,
+            lists.items, lists.other, plan.q_len, plan.kv_len, shift.shape[-1], blocks, heads, call.scale, plan.window or 0,
             DK=wanted != "DV", DV=wanted != "DK", GROUP=call.group, **call.constants, **_constants(tiles),
         )  # fmt: skip
     _add_parts(lists, plan.block_kv, partial_dk, dk)
@@ -201,7 +192,6 @@ class _KernelCall:
     mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     """Words of queries as pairs of int32, their positions, words of keys, their positions."""
     scale: float
-    window: int | None
     plan: BlockPlan
 
     @property
@@ -216,27 +206,18 @@ class _KernelCall:
     def constants(self) -> dict[str, Any]:
         """Return the compile-time constants that all kernels which compute scores share, by name."""
         sides = {"BLOCK_Q": self.plan.block_q, "BLOCK_KV": self.plan.block_kv}
-        return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": precision()}
+        return {**sides, **_columns(self.q), "WINDOW": self.plan.window is not None, "PRECISION": precision()}
 
 
 def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    words: torch.Tensor,
-    positions: torch.Tensor,
-    kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
-    scale: float,
-    window: int | None,
-    plan: BlockPlan,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskWords, scale: float, plan: BlockPlan
 ) -> _KernelCall:
     dtype = torch.float32 if _interpreted() else q.dtype
-    _check(q, k, v, scale, window, plan)
+    _check(q, k, v, scale, mask.window, plan)
     q, k, v = (_rows(x, dtype) for x in (q, k, v))
-    halves = words.contiguous().view(torch.int32), kv_words.contiguous().view(torch.int32)
-    mask = halves[0], positions.contiguous(), halves[1], kv_positions.contiguous()
-    return _KernelCall(q=q, k=k, v=v, mask=mask, scale=scale, window=window, plan=plan)
+    words, kv_words = (x.contiguous().view(torch.int32) for x in (mask.words, mask.kv_words))
+    tensors = words, mask.positions.contiguous(), kv_words, mask.kv_positions.contiguous()
+    return _KernelCall(q=q, k=k, v=v, mask=tensors, scale=scale, plan=plan)
 
 
 def _check(

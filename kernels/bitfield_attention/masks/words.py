@@ -17,6 +17,8 @@ Source: the bitfield of Cornstarch (arXiv 2503.11367, section 4.3), with documen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 MAX_DOCUMENT = (1 << 15) - 1
@@ -84,3 +86,29 @@ def visible(
     same_document = ((differ & (MAX_DOCUMENT << 48)) == 0) & (document(kv_words) != 0)[..., None, :]
     island = ((differ & (MAX_INSTANCE << 32)) == 0) & (instance(kv_words) != 0)[..., None, :]
     return same_document & (causal | island)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskWords:
+    """Words and positions of the queries and keys of one attention call; evaluates the mask of any tile of them."""
+
+    words: torch.Tensor
+    """[B, Tq] int64."""
+    positions: torch.Tensor
+    """[B, Tq] integers."""
+    kv_words: torch.Tensor
+    """[B, Tk] int64."""
+    kv_positions: torch.Tensor
+    """[B, Tk] integers."""
+    window: int | None = None
+    """Causal reach in tokens, or None."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Words and positions of the queries, then of the keys."""
+        return self.words, self.positions, self.kv_words, self.kv_positions
+
+    def tile(self, rows: slice, queries: slice | torch.Tensor, keys: slice | torch.Tensor) -> torch.Tensor:
+        """Return the mask of a tile: bool [rows, queries, keys]."""
+        query = self.words[rows, queries], self.positions[rows, queries]
+        return visible(*query, self.kv_words[rows, keys], self.kv_positions[rows, keys], self.window)

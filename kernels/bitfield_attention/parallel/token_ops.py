@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.types import Number
 
+from mmcompile.kernels.tensor_parallel.blocks import resized
+
 
 @torch.library.custom_op("mmcompile::shard_tokens", mutates_args=())
 def shard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -> torch.Tensor:
@@ -31,7 +33,7 @@ def shard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -
 
 @shard_tokens.register_fake
 def _(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -> torch.Tensor:
-    return x.new_empty(_resized(x, dim, index.shape[0]))
+    return x.new_empty(resized(x, dim, index.shape[0]))
 
 
 @torch.library.custom_op("mmcompile::unshard_tokens", mutates_args=())
@@ -46,15 +48,15 @@ def unshard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) 
     """
     rows = x.masked_fill(_free(index, dim, x.ndim), 0)
     # Free rows add zeros to the first token: to leave them out would mean to wait for their number on an accelerator.
-    return x.new_zeros(_resized(x, dim, tokens)).index_add_(dim, index.clamp(min=0), rows)
+    return x.new_zeros(resized(x, dim, tokens)).index_add_(dim, index.clamp(min=0), rows)
 
 
 @unshard_tokens.register_fake
 def _(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
-    return x.new_empty(_resized(x, dim, tokens))
+    return x.new_empty(resized(x, dim, tokens))
 
 
-def _save_shard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, index, ctx.dim, _ = inputs
     ctx.tokens = x.shape[ctx.dim]
     ctx.save_for_backward(index)
@@ -65,26 +67,15 @@ def _shard_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.mmcompile.unshard_tokens(grad, index, ctx.dim, ctx.tokens), None, None, None
 
 
-def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, index, ctx.dim, _ = inputs
-    ctx.save_for_backward(index)
-
-
 def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (index,) = ctx.saved_tensors
     return torch.ops.mmcompile.shard_tokens(grad, index, ctx.dim, 0), None, None, None
 
 
-shard_tokens.register_autograd(_shard_backward, setup_context=_save_shard)
-unshard_tokens.register_autograd(_unshard_backward, setup_context=_save_unshard)
+shard_tokens.register_autograd(_shard_backward, setup_context=_save)
+unshard_tokens.register_autograd(_unshard_backward, setup_context=_save)
 
 
 def _free(index: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
     """Return a bool tensor, True for free rows, that broadcasts against a tensor with tokens along `dim`."""
     return (index < 0).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
-
-
-def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = size
-    return shape

@@ -6,8 +6,7 @@ run. A sample whose language-model microbatch is later than its encoder microbat
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -97,7 +96,7 @@ class Grid:
 class Assignment:
     """Replica and microbatch of every sample of a step.
 
-    Assignments are equal if components, grid and all places are. `str` and `to_json` write one; `parse` and `from_json` read it.
+    Assignments are equal if components, grid and all places are. `from_json` reads what `to_json` writes.
     """
 
     components: tuple[str, ...]
@@ -139,10 +138,6 @@ class Assignment:
         flat = self.replica[component].astype(np.int64) * self.grid.num_microbatches + self.microbatch[component]
         return np.where(self.replica[component] == ABSENT, ABSENT, flat)
 
-    def samples(self, component: int, replica: int, microbatch: int) -> np.ndarray:
-        """Return the sample indices of one microbatch, ascending: int64 [samples of the microbatch]."""
-        return np.flatnonzero((self.replica[component] == replica) & (self.microbatch[component] == microbatch))
-
     def loads(self, costs: SampleCosts) -> dict[str, np.ndarray]:
         """Return component name -> cost of every microbatch, float64 [replicas, microbatches]."""
         return {name: self.sums(row, costs.costs[row]) for row, name in enumerate(self.components)}
@@ -158,12 +153,6 @@ class Assignment:
         """Return whether the last component computes a sample in a later microbatch than `component`: bool [samples]."""
         takes_part = (self.microbatch[component] != ABSENT) & (self.microbatch[-1] != ABSENT)
         return takes_part & (self.microbatch[-1] > self.microbatch[component])
-
-    def parts(self, component: int, replica: int, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a microbatch's kept and its deferred samples, ascending indices each; each part has a backward of its own."""
-        samples = self.samples(component, replica, microbatch)
-        late = self.deferred(component)[samples]
-        return samples[~late], samples[late]
 
     def check(self, costs: SampleCosts) -> None:
         """Check that every sample is computed once by every component with work for it, and by no other.
@@ -188,30 +177,6 @@ class Assignment:
                     f"{self.microbatch[row, sample]} of {name}, which must come first"
                 )
 
-    def reordered(self, order: np.ndarray) -> Assignment:
-        """Return an assignment with the microbatches of all components run in another order.
-
-        Args:
-            order: int [replicas, microbatches]: `order[r, k]` is the microbatch of replica r that runs as the k-th. A single row
-                applies to all replicas.
-
-        Raises:
-            VerifyError: a row is not a permutation, or `order` has several rows and their number is not every component's number
-                of replicas.
-        """
-        count = self.grid.num_microbatches
-        orders = np.atleast_2d(order)
-        if orders.shape[1] != count or (np.sort(orders, axis=1) != np.arange(count)).any():
-            raise VerifyError(f"an order {orders.shape} that is no permutation of {count} microbatches in each row")
-        if len(orders) > 1 and set(self.grid.num_replicas) != {len(orders)}:
-            raise VerifyError(
-                f"{len(orders)} orders for {self.grid.num_replicas} replicas; wanted one, or as many everywhere"
-            )
-        position = np.argsort(orders, axis=1)
-        row = self.replica if len(orders) > 1 else np.zeros_like(self.replica)
-        moved = np.where(self.microbatch == ABSENT, ABSENT, position[row, self.microbatch])
-        return Assignment(components=self.components, grid=self.grid, replica=self.replica, microbatch=moved)
-
     def __str__(self) -> str:
         """Return text with one line for every microbatch that has samples: `replica.microbatch: samples`, ranges as `3-7`."""
         lines = [f"assignment samples={self.num_samples} microbatches={self.grid.num_microbatches}"]
@@ -221,11 +186,6 @@ class Assignment:
                 replica, microbatch = divmod(bucket, self.grid.num_microbatches)
                 lines.append(f"  {replica}.{microbatch}: {_ranges(samples)}")
         return "\n".join(lines)
-
-    @classmethod
-    def parse(cls, text: str) -> Assignment:
-        """Return the assignment that `str` wrote as `text`. Raises ConfigError with the first unreadable line."""
-        return _parse(text.splitlines())
 
     def to_json(self) -> str:
         """Return the assignment as a JSON object; replicas and microbatches are lists [components][samples]."""
@@ -321,47 +281,3 @@ def _ranges(samples: np.ndarray) -> str:
     breaks = np.flatnonzero(np.diff(samples) != 1) + 1
     runs = ((int(run[0]), int(run[-1])) for run in np.split(samples, breaks))
     return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-_HEADER = re.compile(r"assignment samples=(\d+) microbatches=(\d+)")
-_COMPONENT = re.compile(r"(\S+) replicas=(\d+)")
-_MICROBATCH = re.compile(r"  (\d+)\.(\d+): (\d+(?:-\d+)?(?: \d+(?:-\d+)?)*)")
-
-
-def _parse(lines: Sequence[str]) -> Assignment:
-    header = _HEADER.fullmatch(lines[0]) if lines else None
-    if header is None:
-        raise ConfigError(
-            f"{lines[:1]} is not the first line of an assignment; wanted `assignment samples=N microbatches=K`"
-        )
-    num_samples, num_microbatches = int(header[1]), int(header[2])
-    names: list[str] = []
-    replicas: list[int] = []
-    places: list[np.ndarray] = []
-    for line in lines[1:]:
-        if component := _COMPONENT.fullmatch(line):
-            names.append(component[1])
-            replicas.append(int(component[2]))
-            places.append(np.full((2, num_samples), ABSENT, dtype=np.int32))
-        elif (microbatch := _MICROBATCH.fullmatch(line)) and places:
-            _place(places[-1], int(microbatch[1]), int(microbatch[2]), list(_numbers(microbatch[3].split())), line)
-        else:
-            raise ConfigError(f"{line!r} is no line of an assignment; wanted `name replicas=N` or `  0.1: 2 5-7`")
-    return Assignment(
-        components=tuple(names),
-        grid=Grid(num_replicas=tuple(replicas), num_microbatches=num_microbatches),
-        replica=np.array([place[0] for place in places]),
-        microbatch=np.array([place[1] for place in places]),
-    )
-
-
-def _place(places: np.ndarray, replica: int, microbatch: int, samples: list[int], line: str) -> None:
-    if max(samples) >= places.shape[1] or (places[0, samples] != ABSENT).any() or len(set(samples)) < len(samples):
-        raise ConfigError(f"{line!r} names a sample twice, or one past the {places.shape[1]} of the step")
-    places[0, samples], places[1, samples] = replica, microbatch
-
-
-def _numbers(words: Iterable[str]) -> Iterator[int]:
-    for word in words:
-        first, _, last = word.partition("-")
-        yield from range(int(first), int(last or first) + 1)

@@ -17,9 +17,6 @@ from mmcompile.batching.balance.post_balance import PostBalance
 StepTime = Callable[[Assignment, SampleCosts], float]
 """Function that returns the time of a step in the unit of the costs: `pipelined`, `bottleneck`, or a simulator."""
 
-_KEEP_BELOW = 0.05
-"""Default of `Auto.keep_below`: an imbalance of 5%."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
@@ -64,7 +61,7 @@ class Auto(Balancer):
 
     candidates: tuple[Balancer, ...] = field(default_factory=_default_candidates)
     step_time: StepTime = pipelined
-    keep_below: float = _KEEP_BELOW
+    keep_below: float = 0.05
     """Imbalance, as a fraction, below which arrival order is kept."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Component -> fraction of its cost that is in its slowest stage; 1 for components not given.
@@ -87,29 +84,24 @@ class Auto(Balancer):
         Raises:
             ConfigError: `shares` names a component that the costs lack, or a candidate raises it.
         """
-        arrival = Arrival().assign(costs, grid)
-        trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]
+        best = Arrival().assign(costs, grid)
+        fastest = Trial(name=Arrival.name, step_s=self.step_time(best, costs))
+        trials = [fastest]
         seen = of_slowest_stages(costs, self.shares)
-        over = imbalance(arrival, seen)
+        over = imbalance(best, seen)
         if over < self.keep_below:
             reason = f"imbalance {max(over, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
-            return _choice(Arrival.name, arrival, trials[0].step_s, reason, trials)
-        best, best_name, best_s = arrival, Arrival.name, trials[0].step_s
-        for candidate in self.candidates:
-            assignment = candidate.assign(seen, grid)
-            trials.append(Trial(name=candidate.title, step_s=self.step_time(assignment, costs)))
-            if trials[-1].step_s < best_s:
-                best, best_name, best_s = assignment, candidate.title, trials[-1].step_s
-        reason = f"imbalance {over:.1%}; {_compared(best_name, best_s, trials)}"
-        return _choice(best_name, best, best_s, reason, trials)
+        else:
+            for candidate in self.candidates:
+                assignment = candidate.assign(seen, grid)
+                trials.append(Trial(name=candidate.title, step_s=self.step_time(assignment, costs)))
+                if trials[-1].step_s < fastest.step_s:
+                    best, fastest = assignment, trials[-1]
+            reason = f"imbalance {over:.1%}; {_compared(fastest, trials)}"
+        return Choice(name=fastest.name, assignment=best, step_s=fastest.step_s, reason=reason, trials=tuple(trials))
 
 
-def _choice(name: str, assignment: Assignment, step_s: float, reason: str, trials: list[Trial]) -> Choice:
-    return Choice(name=name, assignment=assignment, step_s=step_s, reason=reason, trials=tuple(trials))
-
-
-def _compared(name: str, step_s: float, trials: list[Trial]) -> str:
-    arrival_s = trials[0].step_s
-    if name == Arrival.name:
+def _compared(fastest: Trial, trials: list[Trial]) -> str:
+    if fastest is trials[0]:
         return f"none of {', '.join(trial.name for trial in trials[1:])} is faster: arrival order is kept"
-    return f"{name} takes {1 - step_s / arrival_s:.1%} less than arrival order"
+    return f"{fastest.name} takes {1 - fastest.step_s / trials[0].step_s:.1%} less than arrival order"

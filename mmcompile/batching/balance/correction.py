@@ -77,29 +77,8 @@ class Correction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Factor:
-    """Learned ratio of one shape bucket, for reports."""
-
-    above: float
-    """Smallest predicted cost in the bucket, s."""
-    ratio: float
-    """Measured over predicted cost, relative to the component's common ratio."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComponentReport:
-    """Learned ratios of one component, for reports."""
-
-    name: str
-    scale: float
-    """Common ratio: measured over predicted seconds of the median microbatch."""
-    factors: tuple[Factor, ...]
-    """Ratios of the shape buckets, ascending by predicted cost."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionReport:
-    """State of the correction: on or off, its size, and its benefit. `str` prints it."""
+    """State of the correction: on or off, the reason, and its benefit."""
 
     on: bool
     reason: str
@@ -109,20 +88,11 @@ class CorrectionReport:
     `cost_s` is the mean of the seconds that measuring and correcting cost, over the same steps.
     """
     cost_s: float
-    components: tuple[ComponentReport, ...]
-    """Ratios of the components that were measured."""
 
     @property
     def summary(self) -> str:
         """One line: correction on or off, and the reason."""
         return f"correction {'on' if self.on else 'off'}: {self.reason}"
-
-    def __str__(self) -> str:
-        lines = [self.summary]
-        for component in self.components:
-            factors = " ".join(f">={factor.above:.3g}: {factor.ratio:.2f}" for factor in component.factors)
-            lines.append(f"  {component.name} x {component.scale:.3g}  {factors}")
-        return "\n".join(lines)
 
 
 @final
@@ -191,7 +161,7 @@ class Corrector:
             self._judge()
 
     def report(self) -> CorrectionReport:
-        """Return the ratios learned so far."""
+        """Return whether the correction is on, and what it saves and costs."""
         benefit_s, cost_s = self._verdict
         reason = self._reason
         if not reason and self._saved_s:
@@ -199,13 +169,8 @@ class Corrector:
             reason = f"saves {benefit_s:.3g} s a step, costs {cost_s:.3g} s, after {len(self._saved_s)} steps"
         if not self.on:
             reason += f"; tried again in {self._left_off} steps"
-        return CorrectionReport(
-            on=self.on,
-            reason=reason or "no step was measured yet",
-            benefit_s=benefit_s,
-            cost_s=cost_s,
-            components=tuple(learned.report(name) for name, learned in sorted(self._learned.items())),
-        )
+        reason = reason or "no step was measured yet"
+        return CorrectionReport(on=self.on, reason=reason, benefit_s=benefit_s, cost_s=cost_s)
 
     def _saved(self, costs: SampleCosts, grid: Grid) -> float:
         """Return the seconds by which correction shortens a step of these samples, judged before learning from that step."""
@@ -280,13 +245,6 @@ class _Learned:
         self._noise = _mixed(self._noise, deviation, self._settings.memory)
         limit = max(math.log(self._settings.clip), _OUTLIER * deviation)
         return np.clip(surprise, middle - limit, middle + limit)
-
-    def report(self, name: str) -> ComponentReport:
-        above = 2.0 ** (self._keys / self._settings.buckets_per_octave)
-        pairs = zip(above.tolist(), self._factors.tolist(), strict=True)
-        return ComponentReport(
-            name=name, scale=self.scale, factors=tuple(Factor(above=low, ratio=factor) for low, factor in pairs)
-        )
 
     def _factors_of(self, keys: np.ndarray) -> np.ndarray:
         """Return the factor of each bucket, float64 [buckets]; 1 for buckets never seen."""

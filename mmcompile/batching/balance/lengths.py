@@ -3,7 +3,7 @@
 With L the tokens of a batch that are computed, b its sequences and l their lengths, a batch costs alpha L plus an attention
 term (OrchMLLM Eq. 2 and Appendix A):
 
-    packed       L = sum l      beta sum l^2        Algorithm 1, and 4 where the square matters
+    packed       L = sum l      beta sum l^2        Algorithm 1 (`lpt`), and 4 where the square matters
     padded       L = b max l    beta L^2 / b        Algorithm 2
     convolution  L = sum l      beta b (max l)^2    Algorithm 5: only the attention is padded
 """
@@ -49,15 +49,6 @@ def batch_costs(
     longest = np.zeros(num_bins)
     np.maximum.at(longest, bins, lengths)
     return alpha * (count * longest if kind is BatchKind.PADDED else total) + beta * count * longest**2
-
-
-def packed(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    """Minimize the largest sum of lengths of a bin, within 4/3 of the optimum. Source: OrchMLLM Algorithm 1.
-
-    Returns:
-        Bin of each sample, int64 [samples].
-    """
-    return lpt(lengths, num_bins)
 
 
 def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
@@ -151,7 +142,7 @@ def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
     """
     if not len(lengths):
         return np.empty(0, dtype=np.int64)
-    bound = int(batch_costs(lengths, packed(lengths, num_bins), num_bins, BatchKind.PACKED).max())
+    bound = int(batch_costs(lengths, lpt(lengths, num_bins), num_bins, BatchKind.PACKED).max())
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     ends = [0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -12,7 +12,7 @@ import numpy as np
 
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, assignment_of
 from mmcompile.batching.balance.balancer import Balancer, check_grid, shared_by
-from mmcompile.batching.balance.lengths import convolution, packed, padded, quadratic
+from mmcompile.batching.balance.lengths import convolution, padded, quadratic
 from mmcompile.batching.balance.lpt import lpt
 from mmcompile.errors import ConfigError
 
@@ -23,6 +23,7 @@ class Algorithm(StrEnum):
     SECONDS = "seconds"
     """Algorithm 1 on costs: the cost of a packed batch is the sum of its samples' costs."""
     PACKED = "packed"
+    """Algorithm 1 on tokens."""
     PADDED = "padded"
     QUADRATIC = "quadratic"
     CONVOLUTION = "convolution"
@@ -78,16 +79,11 @@ class PostBalance(Balancer):
         return self.algorithms * (wanted if len(self.algorithms) == 1 else 1)
 
     def _of(self, costs: SampleCosts, row: int, algorithm: Algorithm) -> Callable[[np.ndarray, int], np.ndarray]:
-        if algorithm is Algorithm.SECONDS:
-            weights, function = costs.costs[row], lpt
-        else:
-            weights, function = costs.tokens(algorithm)[row], self._functions()[algorithm]
-        return lambda members, num_bins: function(weights[members], num_bins)
-
-    def _functions(self) -> Mapping[Algorithm, Callable[[np.ndarray, int], np.ndarray]]:
-        return {
-            Algorithm.PACKED: packed,
+        weights = costs.costs[row] if algorithm is Algorithm.SECONDS else costs.tokens(algorithm)[row]
+        functions: dict[Algorithm, Callable[[np.ndarray, int], np.ndarray]] = {
             Algorithm.PADDED: padded,
             Algorithm.QUADRATIC: partial(quadratic, tolerance=self.tolerance),
             Algorithm.CONVOLUTION: convolution,
         }
+        function = functions.get(algorithm, lpt)
+        return lambda members, num_bins: function(weights[members], num_bins)

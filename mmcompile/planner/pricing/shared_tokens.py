@@ -43,7 +43,7 @@ class SharedTokens:
 
     @cached_property
     def head_stride(self) -> int:
-        """Key/value heads exchanged at a time: the number that `choose_head_stride` finds fastest for the first attention of the model."""
+        """Key/value heads exchanged at a time: the fastest number for the first attention of the model (`choose_head_stride`)."""
         if not self._calls:
             return 0
         first = next(iter(self._calls.values()))[0]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.assignment import Assignment, SampleCosts
-from mmcompile.batching.balance.exchange import exchange
+from mmcompile.batching.balance.exchange import exchanged
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.plan import Plan
@@ -179,7 +179,7 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
     per_node = plan.cluster.devices_per_node
     other_rank = np.not_equal.outer(source, target)
     other_node = np.not_equal.outer(source // per_node, target // per_node)
-    before, after = (exchange(step, row, last).volume(tokens, len(source), len(target)) for step in steps)
+    before, after = (exchanged(step, row, step, last, tokens) for step in steps)
     return Traffic(
         tokens=int(before.sum()),
         other_rank=Comparison(before=int(before[other_rank].sum()), after=int(after[other_rank].sum())),

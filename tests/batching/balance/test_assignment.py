@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.oracles.balance_oracle import random_costs
 
-from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts, assignment_of
+from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts
 from mmcompile.batching.balance.hierarchical import Hierarchical
 from mmcompile.errors import ConfigError, VerifyError
 
@@ -39,7 +39,6 @@ language_model replicas=1
 
 def test_text_of_the_example() -> None:
     assert str(example()) == TEXT
-    assert Assignment.parse(TEXT) == example()
 
 
 def test_loads_are_sums_of_costs() -> None:
@@ -48,24 +47,22 @@ def test_loads_are_sums_of_costs() -> None:
     assert loads["language_model"].tolist() == [[30.0, 70.0]]
 
 
-def test_deferred_samples_are_their_own_part_of_a_microbatch() -> None:
+def test_deferred_samples_are_computed_later_by_the_language_model() -> None:
     found = example()
     assert found.deferred(0).tolist() == [False, False, False, True]
-    kept, late = found.parts(0, replica=0, microbatch=0)
-    assert (kept.tolist(), late.tolist()) == ([0], [3])
     assert not found.deferred(1).any()
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_text_and_json_read_back_equal(seed: int) -> None:
+def test_json_reads_back_equal(seed: int) -> None:
     costs = random_costs(seed)
     grid = Grid(
         num_replicas=tuple(1 + (seed + row) % 3 for row in range(len(costs.components))), num_microbatches=1 + seed % 5
     )
     found = Hierarchical().assign(costs, grid)
     found.check(costs)
-    for back in (Assignment.parse(str(found)), Assignment.from_json(found.to_json())):
-        assert back == found and hash(back) == hash(found) and back.to_bytes() == found.to_bytes()
+    back = Assignment.from_json(found.to_json())
+    assert back == found and hash(back) == hash(found) and back.to_bytes() == found.to_bytes()
 
 
 def test_another_place_or_grid_is_another_assignment() -> None:
@@ -128,47 +125,6 @@ def test_check_refuses_another_step() -> None:
 def test_shapes_must_agree(changes: dict[str, object]) -> None:
     with pytest.raises(VerifyError, match="wanted"):
         example(**changes)
-
-
-def test_reordered_moves_whole_microbatches() -> None:
-    costs = SampleCosts(components=COMPONENTS, costs=np.ones((2, 4)))
-    both = assignment_of(costs, Grid(num_replicas=(2, 2), num_microbatches=2), [0, 0, 1, 1], [0, 1, 0, 1])
-    swapped = both.reordered(np.array([1, 0]))
-    assert swapped.microbatch.tolist() == [[1, 0, 1, 0]] * 2
-    one = both.reordered(np.array([[1, 0], [0, 1]]))
-    assert one.microbatch.tolist() == [[1, 0, 0, 1]] * 2
-    assert one.reordered(np.array([[1, 0], [0, 1]])) == both
-
-
-def test_reordered_keeps_absent_samples_absent() -> None:
-    found = example(microbatch=np.array([[0, 0, ABSENT, 1], [0, 0, 1, 1]])).reordered(np.array([1, 0]))
-    assert found.microbatch.tolist() == [[1, 1, ABSENT, 0], [1, 1, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [([0, 0], "no permutation"), ([0, 1, 2], "no permutation"), ([[0, 1], [1, 0]], "2 orders for")],
-)
-def test_reordered_refuses(order: list[int], message: str) -> None:
-    with pytest.raises(VerifyError, match=message):
-        example().reordered(np.array(order))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "assignment",
-        TEXT + "\nvision",
-        TEXT.replace("0 3", "0 4"),
-        TEXT.replace("0 3", "0 0"),
-        TEXT.replace("1.0: 1", "1.0: 0"),
-        TEXT.replace("vision replicas=2\n", ""),
-    ],
-)
-def test_parse_refuses(text: str) -> None:
-    with pytest.raises(ConfigError):
-        Assignment.parse(text)
 
 
 @pytest.mark.parametrize(

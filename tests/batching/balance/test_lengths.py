@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from support.oracles.balance_oracle import largest, naive_lpt, optimum, partitions
 
-from mmcompile.batching.balance.lengths import BatchKind, batch_costs, convolution, packed, padded, quadratic
+from mmcompile.batching.balance.lengths import BatchKind, batch_costs, convolution, padded, quadratic
+from mmcompile.batching.balance.lpt import lpt
 from mmcompile.errors import ConfigError
 
-ALGORITHMS = (packed, padded, quadratic, convolution)
+ALGORITHMS = (lpt, padded, quadratic, convolution)
 
 
 def random_lengths(seed: int, count: int) -> np.ndarray:
@@ -45,7 +46,7 @@ def test_every_sample_is_in_one_bin(algorithm: object, count: int, num_bins: int
 
 def test_packed_is_lpt() -> None:
     lengths = random_lengths(0, 50)
-    assert packed(lengths, 6).tolist() == naive_lpt(lengths, 6)
+    assert lpt(lengths, 6).tolist() == naive_lpt(lengths, 6)
 
 
 @pytest.mark.parametrize("num_bins", [2, 3, 4])
@@ -62,14 +63,14 @@ def test_padded_of_equal_lengths_is_equal_counts() -> None:
 
 def test_quadratic_follows_squares_where_sums_are_alike() -> None:
     lengths = np.array([8, 4, 4, 4])
-    plain, found = packed(lengths, 2), quadratic(lengths, 2, tolerance=9)
+    plain, found = lpt(lengths, 2), quadratic(lengths, 2, tolerance=9)
     assert plain.tolist() == [0, 1, 1, 0], "by sums alone, the bins are at 8 and 8 and the first takes the last"
     assert found.tolist() == [0, 1, 1, 1], "sums of 8 and 8 are alike, and 8^2 is more than 2 * 4^2"
 
 
 def test_quadratic_with_a_narrow_tolerance_is_lpt() -> None:
     lengths = np.arange(1, 60)
-    assert largest(lengths, quadratic(lengths, 5, 1e-3), 5) == largest(lengths, packed(lengths, 5), 5)
+    assert largest(lengths, quadratic(lengths, 5, 1e-3), 5) == largest(lengths, lpt(lengths, 5), 5)
 
 
 def test_quadratic_refuses_no_tolerance() -> None:
@@ -82,7 +83,7 @@ def test_convolution_keeps_full_batches_to_the_bound_of_packed() -> None:
     worse = []
     for seed in range(20):
         lengths = random_lengths(seed, 400)
-        first, second = packed(lengths, 8), convolution(lengths, 8)
+        first, second = lpt(lengths, 8), convolution(lengths, 8)
         sums = [batch_costs(lengths, bins, 8, BatchKind.PACKED).max() for bins in (first, second)]
         attention = [
             batch_costs(lengths, bins, 8, BatchKind.CONVOLUTION, alpha=0, beta=1).max() for bins in (first, second)
@@ -97,5 +98,5 @@ def test_sum_of_lengths_within_a_bound_of_the_optimum(algorithm: object) -> None
     for seed in range(40):
         lengths = random_lengths(seed, 8)
         found = largest(lengths, algorithm(lengths, 3), 3)  # type: ignore[operator]
-        limit = {"packed": 4 / 3 - 1 / 9, "convolution": 2.0}.get(algorithm.__name__)  # type: ignore[attr-defined]
+        limit = {"lpt": 4 / 3 - 1 / 9, "convolution": 2.0}.get(algorithm.__name__)  # type: ignore[attr-defined]
         assert limit is None or found <= limit * optimum(lengths, 3) * (1 + 1e-12)

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 import zoo
+from support.oracles.sample_shapes import shapes_of_samples
 
 from mmcompile.costmodel.load import Load
-from mmcompile.data.readers import shapes_of_samples
 from mmcompile.data.sample import SampleShape
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmcompile.kernels.bitfield_attention import bitfield_attention_reference
 from mmcompile.kernels.bitfield_attention.impl import eager
 from mmcompile.kernels.bitfield_attention.masks.block_plan import plan_blocks
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 Words = tuple[Tensor, Tensor]
 TEXT = Token(bits=3)
@@ -64,7 +65,7 @@ def run(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         block_kv=case.blocks[1],
         cap=case.cap,
     )
-    call = *case.words, *case.keys, SCALE, case.window, plan
+    call = MaskWords(*case.words, *case.keys, case.window), SCALE, plan
     q, k, v, dout, dlse = (tensors[name] for name in ("q", "k", "v", "dout", "dlse"))
     out, lse = eager.forward(q, k, v, *call)
     dq, dk, dv = eager.backward(dout, dlse, q, k, v, out, lse, *call)
@@ -223,7 +224,7 @@ def test_offsets_beyond_32_bits() -> None:
     for place, x in zip(far, near, strict=True):
         place.copy_(x)
     words = causal(tokens)
-    call = *words, *words, SCALE, None, plan_blocks(*words, block_q=16, block_kv=8)
+    call = MaskWords(*words, *words), SCALE, plan_blocks(*words, block_q=16, block_kv=8)
     out, lse = eager.forward(near[0], near[1], near[2], *call)
     assert torch.equal(eager.forward(far[0], far[1], far[2], *call)[0], out)
     grads = [eager.backward(out, None, q, k, v, out, lse, *call) for q, k, v in (near, far)]
@@ -245,7 +246,7 @@ def test_gradients_in_a_wider_dtype() -> None:
     case = Case(words=mixed(), dtype=torch.bfloat16)
     plan = plan_blocks(*case.words)
     q, k, v, dout, _ = case.tensors().values()
-    call = *case.words, *case.keys, SCALE, None, plan
+    call = MaskWords(*case.words, *case.keys), SCALE, plan
     out, lse = eager.forward(q, k, v, *call)
     wide = eager.backward(dout, None, q, k, v, out, lse, *call, torch.float32)
     narrow = eager.backward(dout, None, q, k, v, out, lse, *call)
@@ -261,7 +262,7 @@ def test_one_wrong_bit_would_show_on_200_random_masks() -> None:
         seen = dense_mask(*words, window=window)[0].double()
         q, v = torch.zeros(1, 1, 96, 8, dtype=torch.float64), torch.eye(96, dtype=torch.float64)[None, None]
         plan = plan_blocks(*words, window=window, block_q=16, block_kv=8)
-        out, lse = eager.forward(q, q, v, *words, *words, 1.0, window, plan)
+        out, lse = eager.forward(q, q, v, MaskWords(*words, *words, window), 1.0, plan)
         counts = seen.sum(1, keepdim=True)
         torch.testing.assert_close(out[0, 0] * counts, seen, rtol=0, atol=1e-12)
         torch.testing.assert_close(lse[0, 0].exp(), counts[:, 0], rtol=1e-12, atol=0)

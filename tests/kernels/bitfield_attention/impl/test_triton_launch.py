@@ -18,6 +18,7 @@ from mmcompile.kernels.bitfield_attention import bitfield_attention_reference
 from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
 from mmcompile.kernels.bitfield_attention.impl.triton_configs import Config
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, plan_blocks
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 2e-6 if DEVICE == "cpu" else 1e-5
@@ -82,7 +83,7 @@ class Case:
 
 def run(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv of the kernels."""
-    call = *on_device(case.words), *on_device(case.keys), SCALE, case.window, case.plan()
+    call = MaskWords(*on_device(case.words), *on_device(case.keys), case.window), SCALE, case.plan()
     q, k, v, dout, dlse = (tensors[name].to(DEVICE) for name in ("q", "k", "v", "dout", "dlse"))
     out, lse = triton.forward(q, k, v, *call, tiles=case.tiles)
     grads = triton.backward(dout, dlse, q, k, v, out, lse, *call, query_tiles=case.tiles, key_tiles=case.tiles)
@@ -346,7 +347,7 @@ def test_gradients_in_a_wider_dtype() -> None:
     case = Case(words=causal(40), dtype=torch.bfloat16)
     q, k, v, dout, _ = (x.to(DEVICE) for x in case.tensors().values())
     words = on_device(case.words)
-    call = *words, *words, SCALE, None, plan_blocks(*words)
+    call = MaskWords(*words, *words), SCALE, plan_blocks(*words)
     out, lse = triton.forward(q, k, v, *call)
     wide = triton.backward(dout, None, q, k, v, out, lse, *call, torch.float32)
     narrow = triton.backward(dout, None, q, k, v, out, lse, *call)
@@ -362,7 +363,7 @@ def test_what_the_kernels_do_not_do_is_refused() -> None:
     def forward(
         q: Tensor, k: Tensor, scale: float = 1.0, window: int | None = None, tiles: Config | None = None
     ) -> None:
-        triton.forward(q, k, k, *mask, scale, window, plan, tiles=tiles)
+        triton.forward(q, k, k, MaskWords(*mask, window), scale, plan, tiles=tiles)
 
     with pytest.raises(ConfigError, match="wanted equal head dims out of 64, 96, 128, 256"):
         forward(q[..., :32], q[..., :32])
@@ -386,10 +387,11 @@ import torch
 from mmcompile.errors import ConfigError
 from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
 from mmcompile.kernels.bitfield_attention.masks.block_plan import plan_blocks
+from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 words, q = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 1, 4, 64)
 places = torch.arange(4)[None]
 try:
-    triton.forward(q, q, q, words, places, words, places, 1.0, None, plan_blocks(words))
+    triton.forward(q, q, q, MaskWords(words, places, words, places), 1.0, plan_blocks(words))
 except ConfigError as error:
     print(error)
 """
