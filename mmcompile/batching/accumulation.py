@@ -37,7 +37,7 @@ class AccumulatedStep:
         return AccumulatedStep(
             num_parts=self.num_parts + 1,
             num_samples=self.num_samples + plan.num_samples,
-            unit=self.unit or unit_of(_count(plan)),
+            unit=self.unit or unit_of(plan.num_tokens or plan.num_samples),
             per_token=plan.num_tokens > 0,
         )
 
@@ -64,7 +64,3 @@ NOTHING = AccumulatedStep()
 def unit_of(count: int) -> float:
     """Return the largest power of two that is at most `count` (1 or more)."""
     return 2.0 ** math.floor(math.log2(count))
-
-
-def _count(plan: StepPlan) -> int:
-    return plan.num_tokens or plan.num_samples

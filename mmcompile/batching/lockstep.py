@@ -44,7 +44,8 @@ def check_lockstep(
     Raises:
         BatchError: a replica lacks work of another one; the message names replica, microbatch and remedy.
     """
-    for name, stage in _sharing(stages).items():
+    sharing = {stage.program_name: stage for stage in stages if stage.sharing}  # one replica of each
+    for name, stage in sharing.items():
         numbers: dict[tuple[str, int], dict[int, tuple[MicrobatchPlan, _StageWork]]] = {}
         for microbatch, source in zip(microbatches, prepared, strict=True):
             if name in microbatch.flow.stages and microbatch.tower == stage.tower:
@@ -52,11 +53,6 @@ def check_lockstep(
                 numbers.setdefault((microbatch.tower, microbatch.number), {})[microbatch.replica] = microbatch, work
         for found in numbers.values():
             _check(name, len(stage.sharing), found)
-
-
-def _sharing(stages: Iterable[PlacedStage]) -> dict[str, PlacedStage]:
-    """Return program name -> one replica of the stage, for stages whose replicas share parameters."""
-    return {stage.program_name: stage for stage in stages if stage.sharing}
 
 
 def _work(stage: str, microbatch: MicrobatchPlan, prepared: PreparedMicrobatch) -> _StageWork:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mmcompile.batching.step_plan import MicrobatchPlan, StepPlan
 from mmcompile.codegen.program import PatternPrograms
@@ -106,20 +106,14 @@ def _replica(microbatch: MicrobatchPlan) -> _Replica:
 def _placed(microbatch: MicrobatchPlan, names: dict[str, str]) -> Flow:
     flow = microbatch.flow
 
-    def renamed(stages: Iterable[str]) -> tuple[str, ...]:
+    def renamed(*stages: str) -> tuple[str, ...]:
         return tuple(_name(stage, microbatch, names) for stage in stages)
 
+    edges = ((*renamed(edge.source, edge.target), edge.gradient) for edge in flow.edges)
     return Flow(
-        stages=renamed(flow.stages),
-        edges=tuple(
-            FlowEdge(
-                source=_name(edge.source, microbatch, names),
-                target=_name(edge.target, microbatch, names),
-                gradient=edge.gradient,
-            )
-            for edge in flow.edges
-        ),
-        backward=renamed(flow.backward),
+        stages=renamed(*flow.stages),
+        edges=tuple(FlowEdge(source=source, target=target, gradient=gradient) for source, target, gradient in edges),
+        backward=renamed(*flow.backward),
     )
 
 

@@ -150,7 +150,8 @@ class StepPlanner:
         check_labels(samples)
         costs = self._costs(samples)
         corrected = costs if self._corrector is None else self._corrector.corrected(costs)
-        assignment, reason = self._assign(corrected)
+        assignment, reason = self._balancer.explained(corrected, self._grid)
+        assignment.check(corrected)
         known: _Known = {}
         planned = None
         try:
@@ -221,11 +222,6 @@ class StepPlanner:
 
     def _equal(self, samples: Sequence[Sample]) -> SampleCosts:
         return SampleCosts(components=self._towers, costs=np.ones((1, len(samples))))
-
-    def _assign(self, costs: SampleCosts) -> tuple[Assignment, str]:
-        assignment, reason = self._balancer.explained(costs, self._grid)
-        assignment.check(costs)
-        return assignment, reason
 
     def _with(
         self,

@@ -42,11 +42,12 @@ def print_text(text: str) -> None:
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
-def print_result(text: str, output: object | None) -> None:
-    """Print a result, and the file it was written to."""
-    print_text(text)
-    if output is not None:
-        print_text(f"\nwritten to {output}")
+def print_result(json: bool, value: Any, text: str, output: object | None = None) -> None:
+    """Print a result: `value` for programs; for people `text`, and the file that it was written to."""
+    if json:
+        print_json(value)
+    else:
+        print_text(text if output is None else f"{text.rstrip()}\n\nwritten to {output}")
 
 
 def print_plan(plan: Plan) -> None:

@@ -10,6 +10,19 @@ from mmcompile.runtime.elastic.generation_plan import StepRecord
 from mmcompile.units import format_seconds
 
 
+def step_progress(*, disable: bool = False) -> Progress:
+    """Return a progress bar of steps, whose tasks have two fields: the loss, and a text beside it."""
+    return Progress(
+        TextColumn("step"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[beside]}"),
+        TimeRemainingColumn(),
+        console=errors(),
+        disable=disable,
+    )
+
+
 class RunDisplay:
     """A progress bar with the membership beside it, fed with the event log.
 
@@ -18,15 +31,8 @@ class RunDisplay:
     """
 
     def __init__(self, steps: int | None) -> None:
-        self.progress = Progress(
-            TextColumn("step"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[members]}"),
-            TimeRemainingColumn(),
-            console=errors(),
-        )
-        self._task = self.progress.add_task("step", total=steps, loss=float("nan"), members="starting nodes")
+        self.progress = step_progress()
+        self._task = self.progress.add_task("step", total=steps, loss=float("nan"), beside="starting nodes")
         self._nodes: set[str] = set()
         self._generation = 0
         self._pending: list[RunEvent] = []
@@ -47,7 +53,8 @@ class RunDisplay:
             case _:
                 pass
         if event.kind is EventKind.DETECTED:
-            self.progress.console.print(f"generation {event.generation}: {_first_line(event.cause)}", markup=False)
+            cause = event.cause.splitlines()[0] if event.cause else "members change"
+            self.progress.console.print(f"generation {event.generation}: {cause}", markup=False)
         self._pending.append(event)
         if event.kind is EventKind.COMMITTED:
             loss = float("nan") if event.cursor is None else StepRecord.decode(event.cursor).metrics.loss
@@ -56,14 +63,10 @@ class RunDisplay:
                 self._last = f"last recovery {format_seconds(recovery.total_s)}"
                 self.progress.console.print(f"generation {recovery.generation} goes on: {self._last}", markup=False)
             self._pending.clear()
-        self.progress.update(self._task, members=self._members)
+        self.progress.update(self._task, beside=self._members)
 
     @property
     def _members(self) -> str:
         count = f"{len(self._nodes)} node{'s' * (len(self._nodes) != 1)}"
         words = [self._waiting] if self._waiting else [count, f"generation {self._generation}", self._last]
         return ", ".join(filter(None, words))
-
-
-def _first_line(cause: str | None) -> str:
-    return cause.splitlines()[0] if cause else "members change"

@@ -103,7 +103,10 @@ def load(
     try:
         model = model_class(
             {name: _encoder(place / name, saved) for name, saved in manifest.encoders.items()},
-            {name: projectors.get(name) or _projector(saved) for name, saved in manifest.projectors.items()},
+            {
+                name: projectors.get(name) or _PROJECTORS[saved.kind](**saved.sizes)
+                for name, saved in manifest.projectors.items()
+            },
             load_part(place / LANGUAGE_MODEL, manifest.language_model),
             layouts={name: saved.layout for name, saved in manifest.encoders.items()},
             input_names={name: saved.input_names for name, saved in manifest.encoders.items()},
@@ -180,13 +183,11 @@ def _saved_projector(name: str, module: nn.Module) -> SavedProjector:
     return SavedProjector(kind=path_of(f"projector of {name!r}", type(module)))
 
 
-_PROJECTORS: Mapping[str, Callable[..., nn.Module]] = {"mlp": MLP, "qformer": QFormer}
-
-
-def _projector(saved: SavedProjector) -> nn.Module:
-    if saved.kind == "linear":
-        return nn.Linear(saved.sizes["features"], saved.sizes["hidden"])
-    return _PROJECTORS[saved.kind](**saved.sizes)
+_PROJECTORS: Mapping[str, Callable[..., nn.Module]] = {
+    "linear": lambda features, hidden: nn.Linear(features, hidden),
+    "mlp": MLP,
+    "qformer": QFormer,
+}
 
 
 def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:

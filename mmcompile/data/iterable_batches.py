@@ -57,7 +57,8 @@ class IterableBatches:
         check_batch_size(batch_size)
         check_stream(dataset)
         self._dataset, self._batch_size = dataset, batch_size
-        self._resumable = _resumable(dataset)
+        resumes = isinstance(dataset, ResumableDataset) and not _has_shuffle_buffer(dataset)
+        self._resumable: ResumableDataset | None = dataset if resumes else None
         self._first = self._state()
         """State of the unread dataset, from which an epoch restarts.
 
@@ -160,10 +161,6 @@ class IterableBatches:
 def _set_epoch(dataset: object, epoch: int) -> None:
     if isinstance(dataset, _EpochDataset):
         dataset.set_epoch(epoch)
-
-
-def _resumable(dataset: object) -> ResumableDataset | None:
-    return dataset if isinstance(dataset, ResumableDataset) and not _has_shuffle_buffer(dataset) else None
 
 
 def _has_shuffle_buffer(dataset: object) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from mmcompile.captured_model import CapturedModel, fingerprint_of
 from mmcompile.cli.config_options import refuse_typed, with_config
-from mmcompile.cli.console import busy, print_json, print_text
+from mmcompile.cli.console import busy, print_result
 from mmcompile.cli.model import load_captured
 from mmcompile.cli.options import STATS_HELP, JsonOption, ModelArgument
 from mmcompile.cli.planning import WITH_PLAN, make_plan, read_dataset
@@ -51,10 +50,7 @@ def check(
     loaded = None if plan is None else Plan.load(plan)
     dataset = None if stats is None else read_dataset(stats)
     found = _checked(load_captured(model, config, example), dataset, loaded, request)
-    if json:
-        print_json({"ok": found.ok, "findings": msgspec.to_builtins(found.findings)})
-    else:
-        print_text(str(found))
+    print_result(json, {"ok": found.ok, "findings": found.findings}, str(found))
     if not found.ok:
         raise typer.Exit(1)
 

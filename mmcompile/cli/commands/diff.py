@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from mmcompile.cli.console import print_json, print_text
+from mmcompile.cli.console import print_result
 from mmcompile.cli.options import JsonOption
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.diff import diff_plans
@@ -21,7 +20,4 @@ def diff(
 ) -> None:
     """Show the differences from plan A to plan B: settings, layout, figures, layers that moved, stages."""
     difference = diff_plans(Plan.load(before), Plan.load(after))
-    if json:
-        print_json(msgspec.to_builtins(difference))
-    else:
-        print_text(str(difference))
+    print_result(json, difference, str(difference))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 
 from mmcompile import api
 from mmcompile.captured_model import CapturedModel, fingerprint_of
 from mmcompile.cli.config_options import typed_options, with_config
-from mmcompile.cli.console import busy, print_json, print_text
+from mmcompile.cli.console import busy, print_result
 from mmcompile.cli.model import load_captured
 from mmcompile.cli.options import MODEL_HELP, OF_MODEL, JsonOption, PlanOption
 from mmcompile.config import ExampleConfig, ModelConfig
@@ -56,10 +55,7 @@ def explain(
         found = explained(loaded, what)
     else:
         found = _with_model(loaded, what, load_captured(model, config, example))
-    if json:
-        print_json(msgspec.to_builtins(found))
-    else:
-        print_text(str(found))
+    print_result(json, found, str(found))
 
 
 def _with_model(plan: Plan, what: str, subject: CapturedModel) -> Explanation:

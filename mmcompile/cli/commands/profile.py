@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from mmcompile.cli.config_options import with_config
-from mmcompile.cli.console import busy, errors, print_json, print_result
+from mmcompile.cli.console import busy, errors, print_result
 from mmcompile.cli.model import load_model, set_trainable
 from mmcompile.cli.options import JsonOption, ModelArgument
 from mmcompile.config import ExampleConfig, ModelConfig
@@ -67,7 +67,10 @@ def profile(
             measured = _parse_sizes(sizes, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
             batches = make_batches(module, measured, {name: getattr(media, name) for name in _MEDIA})
         else:
-            _refuse_sizes(model, sizes)
+            if sizes is not None:
+                raise ConfigError(
+                    f"--sizes has no effect: {model} comes with a batch of its own, measured 1, 2 and 4 times"
+                )
             batches = [collate([batch] * count, None) for count in (1, 2, 4)]
     with _progress() as told:
         made = measure(module, batches, device_name=where.device.name, device=device, rounds=rounds, on_progress=told)
@@ -76,10 +79,7 @@ def profile(
             made = replace(made, runtime=probe_runtime(device=device.type))
     if output is not None:
         made.save(output)
-    if json:
-        print_json(made)
-        return
-    print_result(str(made), output)
+    print_result(json, made, str(made), output)
 
 
 def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
@@ -103,11 +103,6 @@ def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) 
     wanted = [(1, size) for size in sizes] + [(2 ** (i + 1), size) for i, size in enumerate(sizes)]
     shapes = dict.fromkeys((count, max(_LEAST_TEXT, size // count - taken)) for count, size in wanted)
     return [example_batch(model, batch_size=count, text_tokens=text, **media) for count, text in shapes]
-
-
-def _refuse_sizes(model: str, sizes: str | None) -> None:
-    if sizes is not None:
-        raise ConfigError(f"--sizes has no effect: {model} comes with a batch of its own, measured 1, 2 and 4 times")
 
 
 def _device(cluster: Cluster, runtime: bool) -> torch.device:

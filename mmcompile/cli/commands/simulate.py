@@ -10,7 +10,7 @@ import typer
 
 from mmcompile.captured_model import fingerprint_of
 from mmcompile.cli.config_options import refuse_typed, typed_options, with_config
-from mmcompile.cli.console import busy, print_json, print_text
+from mmcompile.cli.console import busy, print_json, print_result, print_text
 from mmcompile.cli.model import load_captured
 from mmcompile.cli.options import MODEL_HELP, STATS_HELP, JsonOption, PlanOption
 from mmcompile.cli.planning import read_dataset
@@ -145,12 +145,8 @@ def _replay_trace(
     notes = remarks(found, resilience)
     if output is not None:
         draw_trace(output, found)
-    if json:
-        print_json(found.to_json() | {"notes": notes} | _written(output))
-        return
-    print_text("\n".join([trace_text(found), *(f"note: {note}" for note in notes)]))
-    if output is not None:
-        print_text(f"\nwritten to {output}")
+    text = "\n".join([trace_text(found), *(f"note: {note}" for note in notes)])
+    print_result(json, found.to_json() | {"notes": notes} | _written(output), text, output)
 
 
 def _show(steps: Sequence[Replay], emit: Emission, output: Path | None, json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from mmcompile.cli.console import counting, print_json, print_result
+from mmcompile.cli.console import counting, print_result
 from mmcompile.cli.options import STATS_HELP, JsonOption
 from mmcompile.data.images import PatchRule
 from mmcompile.data.readers import ReadOptions, read_stats
@@ -58,8 +58,6 @@ def stats(
         found = read_stats(source, options, progress=progress)
     if output is not None:
         found.save(output)
-    if json:
-        # The shapes themselves are for files (-o): thousands of lines.
-        print_json({name: value for name, value in msgspec.to_builtins(found).items() if name != "samples"})
-        return
-    print_result(str(found), output)
+    # The shapes themselves are for files (-o): thousands of lines.
+    figures = {name: value for name, value in msgspec.to_builtins(found).items() if name != "samples"}
+    print_result(json, figures, str(found), output)

@@ -10,7 +10,7 @@ import typer
 
 from mmcompile.batching.balance.auto import Auto
 from mmcompile.batching.balance.registry import BALANCERS, balancer
-from mmcompile.cli.console import busy, print_json, print_text
+from mmcompile.cli.console import busy, print_result
 from mmcompile.cli.options import STATS_HELP, JsonOption, PlanOption
 from mmcompile.cli.planning import read_dataset
 from mmcompile.errors import ConfigError
@@ -59,9 +59,5 @@ def step(
         )
     if png is not None:
         draw_step(png, found)
-    if json:
-        print_json(found.to_json() | ({} if png is None else {"output": str(png)}))
-        return
-    print_text(step_text(found, width=shutil.get_terminal_size((100, 24)).columns, max_rows=rows or MAX_ROWS))
-    if png is not None:
-        print_text(f"\nwritten to {png}")
+    text = step_text(found, width=shutil.get_terminal_size((100, 24)).columns, max_rows=rows or MAX_ROWS)
+    print_result(json, found.to_json() | ({} if png is None else {"output": str(png)}), text, png)

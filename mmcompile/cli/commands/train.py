@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from mmcompile import api
@@ -20,11 +19,12 @@ from mmcompile.batching.balance.auto import Auto
 from mmcompile.batching.balance.registry import balancer
 from mmcompile.captured_model import CapturedModel
 from mmcompile.cli.config_options import flag, refuse_typed, with_config
-from mmcompile.cli.console import busy, errors, print_json, print_text
+from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.data import DATA_HELP, epochs, load_samples, richest
 from mmcompile.cli.model import load_model, set_trainable
 from mmcompile.cli.options import JsonOption, ModelArgument
 from mmcompile.cli.planning import WITH_PLAN, make_plan
+from mmcompile.cli.run_display import step_progress
 from mmcompile.cli.train_elastic import RUN, check_elastic, node_at, train_elastic
 from mmcompile.config import (
     DEFAULT_MICROBATCHES,
@@ -187,29 +187,18 @@ def _planned(
     return made, subject, chosen
 
 
-def _batches(samples: Sequence[Sample], run: RunConfig, first: int, to_a_step: int) -> Iterator[list[Sample]]:
-    """Yield the batches of a run after its first steps, which were done before."""
-    chosen = itertools.islice(epochs(len(samples), run.batch_size, run.seed), first * to_a_step, run.steps * to_a_step)
-    return ([samples[index] for index in own] for own in chosen)
-
-
 def _run(
     engine: Engine, samples: Sequence[Sample], run: RunConfig, to_a_step: int, *, traced: bool
 ) -> list[StepMetrics]:
-    columns = (
-        TextColumn("step"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
     done: list[StepMetrics] = []
-    with Progress(*columns, console=errors(), disable=engine.rank != 0) as progress:
-        task = progress.add_task("step", total=run.steps, completed=engine.num_steps, loss=float("nan"), rate="")
-        batches = _batches(samples, run, engine.num_steps, to_a_step)
+    first, end = engine.num_steps * to_a_step, run.steps * to_a_step
+    chosen = itertools.islice(epochs(len(samples), run.batch_size, run.seed), first, end)
+    batches = ([samples[index] for index in own] for own in chosen)
+    with step_progress(disable=engine.rank != 0) as progress:
+        task = progress.add_task("step", total=run.steps, completed=engine.num_steps, loss=float("nan"), beside="")
         for metrics in engine.train(batches, trace={run.steps} if traced else ()):
             done.append(metrics)
-            progress.update(task, completed=engine.num_steps, loss=metrics.loss, rate=_rate(metrics))
+            progress.update(task, completed=engine.num_steps, loss=metrics.loss, beside=_rate(metrics))
     return done
 
 
