@@ -36,20 +36,10 @@ def bitfield_attention_op(
     window: int | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention under mask words; `kernels.bitfield_attention.bitfield_attention` checks the arguments of this op.
+    """Compute attention under mask words.
 
-    Args:
-        q: [B, H, Tq, D].
-        k: [B, Hkv, Tk, D], H a multiple of Hkv.
-        v: [B, Hkv, Tk, Dv].
-        words, positions: [B, Tq] int64 words and integer positions, None for 0, 1, 2, ...
-        kv_words, kv_positions: [B, Tk].
-        scale: factor on the scores.
-        window: causal reach in tokens, or None.
-        impl: "auto", "eager" or "triton".
-
-    Returns:
-        O, [B, H, Tq, Dv] in the dtype of `q`, and the log-sum-exp of each row, [B, H, Tq] in float32 or wider.
+    Args and returns are those of `kernels.bitfield_attention.bitfield_attention`, which checks them; the words of the
+    keys are given, and the log-sum-exp of each row, [B, H, Tq] in float32 or wider, is always returned.
     """
     mask = MaskWords(words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words), window)
     if resolve_impl(impl, q, v) == "eager":

@@ -84,10 +84,11 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
 
 def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
     """Return the rates of all components of a balance group, chain by chain."""
-    names = [chain.name for chain in chains]
-    found = [rate for name in names for rate in plan.sample_rates if rate.chain == name]
-    for name in names:
-        if all(rate.chain != name for rate in found):
+    found: list[SampleRate] = []
+    for name in (chain.name for chain in chains):
+        own = [rate for rate in plan.sample_rates if rate.chain == name]
+        found += own
+        if not own:
             raise PlanError(
                 f"the plan has no rate for {name} to price samples with; make it anew with `mmcompile plan`"
             )

@@ -65,18 +65,15 @@ def read(place: Path, folder: object) -> Composed:
     """Read the manifest of a folder. Raises CheckpointError if it is missing, damaged, or of another version."""
     try:
         raw = msgspec.json.decode((place / MANIFEST).read_bytes())
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version != VERSION:
+            raise CheckpointError(f"{place / MANIFEST} has version {version!r}; this mmcompile reads version {VERSION}")
+        return msgspec.convert(raw, Composed)
     except OSError as error:
         raise CheckpointError(
             f"no composed model at {folder}: wanted a folder with {MANIFEST}, as save_pretrained writes it"
         ) from error
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{place / MANIFEST} is damaged: {error}; load an older one") from error
-    version = raw.get("version") if isinstance(raw, dict) else None
-    if version != VERSION:
-        raise CheckpointError(f"{place / MANIFEST} has version {version!r}; this mmcompile reads version {VERSION}")
-    try:
-        return msgspec.convert(raw, Composed)
-    except msgspec.ValidationError as error:
         raise CheckpointError(f"{place / MANIFEST} is damaged: {error}; load an older one") from error
 
 

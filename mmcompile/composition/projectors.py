@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from mmcompile.errors import ConfigError
 
-_ProjectorKind: TypeAlias = Literal["linear", "mlp", "qformer"]
 DEFAULT_QUERIES = 32
 _HEAD_SIZE = 64
 
@@ -26,14 +25,9 @@ def make_projector(kind: str, features: int, hidden: int, num_queries: int) -> n
     Raises:
         ConfigError: no such kind.
     """
-    if kind == "linear":
-        return nn.Linear(features, hidden)
-    if kind == "mlp":
-        return MLP(features, hidden)
-    if kind == "qformer":
-        return QFormer(features, hidden, num_queries)
-    kinds = ", ".join(map(repr, get_args(_ProjectorKind)))
-    raise ConfigError(f"projector is {kind!r}; choose one of {kinds}, or give a module")
+    if kind not in PROJECTORS:
+        raise ConfigError(f"projector is {kind!r}; choose one of {', '.join(map(repr, PROJECTORS))}, or give a module")
+    return PROJECTORS[kind](features, hidden, **({"num_queries": num_queries} if kind == "qformer" else {}))
 
 
 class MLP(nn.Module):
@@ -113,3 +107,11 @@ class _Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+PROJECTORS: Mapping[str, Callable[..., nn.Module]] = {
+    "linear": lambda features, hidden: nn.Linear(features, hidden),
+    "mlp": MLP,
+    "qformer": QFormer,
+}
+"""Kind of a projector -> function of `features`, `hidden` and further sizes that makes it."""

@@ -11,7 +11,7 @@ Functions and modules of the user are not stored: their import path is, and the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from mmcompile.composition.joined import LANGUAGE_MODEL, JoinedModel, projector_
 from mmcompile.composition.manifest import MANIFEST, VERSION, Composed, SavedEncoder, SavedProjector, path_of, read
 from mmcompile.composition.merge import KINDS, MergeFunction
 from mmcompile.composition.parts import load_part, save_part, saved_part
-from mmcompile.composition.projectors import MLP, QFormer
+from mmcompile.composition.projectors import MLP, PROJECTORS, QFormer
 from mmcompile.errors import CheckpointError, ConfigError, OutputError
 from mmcompile.files import write_atomic
 from mmcompile.runtime.checkpoint.checkpoint_folder import place_of, replacing, resolved, swap
@@ -104,7 +104,7 @@ def load(
         model = model_class(
             {name: _encoder(place / name, saved) for name, saved in manifest.encoders.items()},
             {
-                name: projectors.get(name) or _PROJECTORS[saved.kind](**saved.sizes)
+                name: projectors.get(name) or PROJECTORS[saved.kind](**saved.sizes)
                 for name, saved in manifest.projectors.items()
             },
             load_part(place / LANGUAGE_MODEL, manifest.language_model),
@@ -181,13 +181,6 @@ def _saved_projector(name: str, module: nn.Module) -> SavedProjector:
         sizes |= {"num_queries": module.queries.shape[0], "depth": len(module.blocks)}
         return SavedProjector(kind="qformer", sizes=sizes)
     return SavedProjector(kind=path_of(f"projector of {name!r}", type(module)))
-
-
-_PROJECTORS: Mapping[str, Callable[..., nn.Module]] = {
-    "linear": lambda features, hidden: nn.Linear(features, hidden),
-    "mlp": MLP,
-    "qformer": QFormer,
-}
 
 
 def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:

@@ -83,11 +83,7 @@ def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | Non
 
 
 def check_labels(samples: Sequence[Sample]) -> None:
-    """Raise BatchError for a step in which no label can be learned from.
-
-    Raises:
-        BatchError: samples have integer `labels`, and all are -100.
-    """
+    """Raise BatchError if samples have integer `labels` and all are -100: no label of the step can be learned from."""
     labels = [sample["labels"] for sample in samples if isinstance(sample.get("labels"), Tensor)]
     tokens = [label for label in labels if isinstance(label, Tensor) and not label.is_floating_point()]
     if tokens and len(tokens) == len(labels) and all(bool((label == IGNORED_LABEL).all()) for label in tokens):

@@ -39,18 +39,12 @@ def forward(
     *,
     tiles: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention output O and log-sum-exp L on the GPU.
+    """Compute attention output O and log-sum-exp L on the GPU; arguments and results are those of `eager.forward`.
 
     Args:
-        q: [B, H, Tq, D] float32, float16 or bfloat16; D 64, 96, 128 or 256.
-        k, v: [B, Hkv, Tk, D], H a multiple of Hkv.
-        mask: words, positions and window.
+        q, k, v: float32, float16 or bfloat16, all of one head dim: 64, 96, 128 or 256.
         scale: factor on the scores, positive.
-        plan: block plan of the mask.
         tiles: compile options, instead of the shipped ones.
-
-    Returns:
-        O, contiguous [B, H, Tq, D] in the dtype of `q`, and L, [B, H, Tq] float32.
 
     Raises:
         ConfigError: Triton is missing, or arguments that the kernels do not support.
@@ -95,17 +89,12 @@ def backward(
     query_tiles: Config | None = None,
     key_tiles: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v; sums have a fixed order, so that results repeat bit by bit.
+    """Return dQ, dK and dV, contiguous, for the arguments of `eager.backward`.
+
+    Sums have a fixed order, so that results repeat bit by bit.
 
     Args:
-        dout: [B, H, Tq, D], gradient of O. dlse: [B, H, Tq], gradient of L, or None for zero.
-        out, lse: results of `forward` for the same arguments.
-        grad_dtype: dtype of the gradients; None for the dtype of `q`. float32 is for gradients that are summed over
-            ranks.
         query_tiles, key_tiles: compile options of the two kernels, instead of the shipped ones.
-
-    Returns:
-        dQ, dK, dV, contiguous, in the shapes of `q`, `k`, `v`.
 
     Raises:
         ConfigError: Triton is missing, or arguments that the kernels do not support.

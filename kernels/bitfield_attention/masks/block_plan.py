@@ -82,10 +82,7 @@ def plan_blocks(
     """Plan the tiles of one attention call, on the CPU; the lists go to the device of `words`.
 
     Args:
-        words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
-        kv_words, kv_positions: words and positions of the keys, [batch, Tk]; None for those of the queries.
-        window: reach of the causal term in tokens, or None.
-        block_q, block_kv: number of tokens in a block; tokens past the end of a sequence count as padding.
+        words, positions, kv_words, kv_positions, window, block_q, block_kv: mask and blocks, as for `classify.Masks`.
         cap: maximum number of tiles in one work item; None never splits, "auto" takes the fastest by the model of
             `launch_order`.
         num_programs: number of items in flight at a time, for "auto" (two per multiprocessor of an H100).

@@ -169,13 +169,18 @@ class Assignment:
         for row, name in enumerate(self.components):
             limits = (self.grid.num_replicas[row], self.grid.num_microbatches)
             _check_component(name, self.replica[row], self.microbatch[row], costs.takes_part[row], limits)
-            early = (self.microbatch[-1] != ABSENT) & (self.microbatch[-1] < self.microbatch[row])
-            if early.any():
-                sample = int(np.flatnonzero(early)[0])
-                raise VerifyError(
-                    f"sample {sample} is in microbatch {self.microbatch[-1, sample]} of {self.components[-1]} and in the later "
-                    f"{self.microbatch[row, sample]} of {name}, which must come first"
-                )
+        self.check_order()
+
+    def check_order(self) -> None:
+        """Raise VerifyError if the last component computes a sample in an earlier microbatch than an encoder."""
+        last = self.microbatch[-1]
+        early = np.argwhere((last != ABSENT) & (last < self.microbatch))
+        if len(early):
+            row, sample = early[0].tolist()
+            raise VerifyError(
+                f"sample {sample} is in microbatch {last[sample]} of {self.components[-1]} and in the later "
+                f"{self.microbatch[row, sample]} of {self.components[row]}, which must come first"
+            )
 
     def __str__(self) -> str:
         """Return text with one line for every microbatch that has samples: `replica.microbatch: samples`, ranges as `3-7`."""

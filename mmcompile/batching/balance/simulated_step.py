@@ -18,7 +18,7 @@ from mmcompile.batching.balance.auto import StepTime
 from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.costmodel.compute import LayerTimes
-from mmcompile.errors import ConfigError, PlanError, VerifyError
+from mmcompile.errors import ConfigError, PlanError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.placement import PlacedStage, replica_name
 from mmcompile.planner.plan.plan import Plan
@@ -138,21 +138,14 @@ class _Parts:
 
 
 def _parts(assignment: Assignment) -> list[_Parts]:
+    assignment.check_order()
     count = assignment.grid.num_microbatches
     last = assignment.microbatch[-1]
     lags = [np.where((row == ABSENT) | (last == ABSENT), 0, last - row) for row in assignment.microbatch]
     most = max((int(lag.max(initial=0)) for lag in lags), default=0)
+    span = count * (most + 1)
     found: list[_Parts] = []
-    for name, replica, row, lag in zip(
-        assignment.components, assignment.replica, assignment.microbatch, lags, strict=True
-    ):
-        if lag.min(initial=0) < 0:
-            sample = int(lag.argmin())
-            raise VerifyError(
-                f"sample {sample} is in microbatch {last[sample]} of {assignment.components[-1]} and in the later "
-                f"{row[sample]} of {name}, which must come first"
-            )
-        span = count * (most + 1)
+    for replica, row, lag in zip(assignment.replica, assignment.microbatch, lags, strict=True):
         unit = np.where(row == ABSENT, ABSENT, replica.astype(np.int64) * span + row + lag * count)
         found.append(_Parts(span=span, of_sample=unit, present=np.unique(unit[unit != ABSENT]).tolist()))
     return found
