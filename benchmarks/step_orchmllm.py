@@ -38,15 +38,16 @@ from scipy.optimize import linprog  # noqa: E402
 from scipy.sparse import coo_array, hstack  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `support`, which the tests share with this file
 
 from rearrange import rearrange  # noqa: E402
 from step_models import STEP, Decoder, Encoder, audio, vision  # noqa: E402
 from step_report import Pool, Row, arguments, show  # noqa: E402
+from support.oracles.batch_costs import BatchKind, batch_costs  # noqa: E402
 
 from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
 from mmcompile.batching.balance.exchange import exchanged  # noqa: E402
-from mmcompile.batching.balance.lengths import BatchKind, batch_costs  # noqa: E402
 from mmcompile.batching.balance.lpt import lpt  # noqa: E402
 from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
 from mmcompile.batching.balance.post_balance import Algorithm, PostBalance  # noqa: E402

@@ -129,8 +129,8 @@ def elastic_job(
         model: module with real weights; `ElasticEngine.pull` copies trained weights into it.
         batch: one microbatch, with every modality in it, as for `parallelize`.
         plan: plan with `fault_tolerance`, of one device a stage.
-        data: the samples of each step (`mmcompile.batches_of` makes them of a dataset); a sample is one conversation, as a
-            processor returns it.
+        data: the samples of each step (`mmcompile.MapBatches` or `mmcompile.IterableBatches` of a dataset); a sample is one
+            conversation, as a processor returns it.
         num_steps: total number of optimizer steps.
         folder: new folder for the log, the events, and the checkpoint.
         seed: seed of random numbers in the model.

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from mmcompile.data.collate import Sample
 from mmcompile.data.cursor import MapCursor, decode, encode
@@ -24,7 +22,7 @@ from mmcompile.data.data_checks import asked, check_batch_size, check_sample, ch
 from mmcompile.data.iterable_batches import IterableBatches, Stream
 from mmcompile.errors import DataError
 
-__all__ = ["Batches", "IterableBatches", "MapBatches", "MapDataset", "Stream", "batches_of"]
+__all__ = ["Batches", "IterableBatches", "MapBatches", "MapDataset", "Stream"]
 
 
 class Batches(Protocol):
@@ -51,7 +49,6 @@ class Batches(Protocol):
         ...
 
 
-@runtime_checkable
 class MapDataset(Protocol):
     """Dataset with samples 0 to `len` - 1; an index always gives the same sample."""
 
@@ -117,22 +114,6 @@ class MapBatches:
     def _sample(self, index: int) -> Sample:
         where = f"sample {index} of {named(self._dataset)}"
         return check_sample(asked(where, lambda: self._dataset[index]), where)
-
-
-def batches_of(data: MapDataset | Stream, batch_size: int, seed: int) -> MapBatches | IterableBatches:
-    """Return the batches of a dataset, as fits its kind: indexed or iterable.
-
-    Args:
-        data: a dataset with a length and indices, which is shuffled; or an iterable, which is read in its own order.
-        seed: seed of shuffling.
-
-    Raises:
-        DataError: the dataset is of neither kind, can be read only once, or has fewer samples than a step.
-    """
-    # An IterableDataset has a `__getitem__` that only raises, and may have a length.
-    if isinstance(data, MapDataset) and not isinstance(data, IterableDataset | Mapping):
-        return MapBatches(data, batch_size, seed)
-    return IterableBatches(data, batch_size)
 
 
 def _order(length: int, seed: int, shuffle: bool, epoch: int) -> Tensor:

@@ -9,14 +9,14 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mmcompile.data.batches import Batches, IterableBatches, MapBatches, batches_of
+from mmcompile.data.batches import Batches, IterableBatches, MapBatches
 from mmcompile.data.collate import Sample
 from mmcompile.errors import DataError
 
@@ -148,6 +148,14 @@ def check_epochs(stream: list[int], length: int) -> None:
         assert set(counts) <= set(range(length)) and set(counts.values()) == {1}
 
 
+def batches_of(data: Any, batch_size: int, seed: int) -> MapBatches | IterableBatches:
+    """Of a dataset with a length and indices, or of one that is read in its own order."""
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if indexed and not isinstance(data, IterableDataset | Mapping):
+        return MapBatches(data, batch_size, seed)
+    return IterableBatches(data, batch_size)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "batch_size"), [(12, 4), (13, 4), (7, 5), (5, 5), (3, 1)])
 def test_epochs(kind: str, length: int, batch_size: int) -> None:
@@ -256,10 +264,10 @@ class Opaque(Unready):
         (lambda: batches_of(Plain(3), 4, 0).read(), "Plain has 3 samples in epoch 0, a step needs 4"),
         (lambda: batches_of(Plain(0), 1, 0).read(), "Plain has 0 samples in epoch 0"),
         (lambda: batches_of(map(sample, range(9)), 1, 0), "map can be read only once.* a function that returns a new"),
-        (lambda: batches_of({"train": Indexed(3)}, 1, 0), "mapping with 'train'; wanted one of its datasets"),  # pyright: ignore[reportArgumentType]
+        (lambda: batches_of({"train": Indexed(3)}, 1, 0), "mapping with 'train'; wanted one of its datasets"),
         (lambda: batches_of(DataLoader(Indexed(3)), 1, 0), "pass the dataset it reads"),
-        (lambda: batches_of(3, 1, 0), "int holds no samples"),  # pyright: ignore[reportArgumentType]
-        (lambda: batches_of([[1]], 1, 0).read(), "sample 0 of the list is a list; wanted a mapping"),  # pyright: ignore[reportArgumentType]
+        (lambda: batches_of(3, 1, 0), "int holds no samples"),
+        (lambda: batches_of([[1]], 1, 0).read(), "sample 0 of the list is a list; wanted a mapping"),
         (lambda: batches_of(Unready(3), 1, 0), r"state_dict\(\) of the Unready failed: AttributeError: iterate first"),
         (lambda: batches_of(Opaque(3), 1, 0), "turn tuples, tensors and bytes into lists"),
     ],

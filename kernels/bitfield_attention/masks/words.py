@@ -55,11 +55,6 @@ def instance(words: torch.Tensor) -> torch.Tensor:
     return (words >> 32) & MAX_INSTANCE
 
 
-def modalities(words: torch.Tensor) -> torch.Tensor:
-    """Return the modality bits of each word, int64."""
-    return words & 0xFFFFFFFF
-
-
 def visible(
     words: torch.Tensor,
     positions: torch.Tensor,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.oracles.balance_oracle import largest, naive_lpt, optimum, partitions
+from support.oracles.batch_costs import BatchKind, batch_costs
 
-from mmcompile.batching.balance.lengths import BatchKind, batch_costs, convolution, padded, quadratic
+from mmcompile.batching.balance.lengths import convolution, padded, quadratic
 from mmcompile.batching.balance.lpt import lpt
 from mmcompile.errors import ConfigError
 
