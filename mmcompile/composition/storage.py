@@ -123,8 +123,7 @@ def load(
 def _with_joints(model: ModelT, joints: Mapping[str, Tensor], folder: object) -> ModelT:
     parts = {*model.encoder_names, LANGUAGE_MODEL}
     wanted = {key: value for key, value in model.state_dict().items() if key.split(".")[0] not in parts}
-    shapes = ({key: tuple(value.shape) for key, value in tensors.items()} for tensors in (joints, wanted))
-    saved, have = shapes
+    saved, have = ({key: tuple(value.shape) for key, value in tensors.items()} for tensors in (joints, wanted))
     if saved != have:
         differ = sorted(key for key in saved.keys() | have.keys() if saved.get(key) != have.get(key))
         raise CheckpointError(

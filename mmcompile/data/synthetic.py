@@ -40,7 +40,7 @@ class SampleKind:
     """One kind of sample in a synthetic dataset: distributions of its text, images and audio."""
 
     name: str
-    weight: float
+    weight: float = 1.0
     """Weight of this kind among the dataset's kinds, in any unit."""
     text: LogNormal
     images: tuple[int, int] = (0, 0)
@@ -120,7 +120,6 @@ _ENTRIES = (
         parts=(
             SampleKind(
                 name="chart to table",
-                weight=1,
                 text=LogNormal(mean=270, spread=0.85, least=10, most=8192),
                 patches=LogNormal(mean=4500, spread=0.5, least=256, most=16384, step=4),
                 images=(1, 1),
@@ -136,7 +135,6 @@ _ENTRIES = (
         parts=(
             SampleKind(
                 name="conversation, detail or reasoning",
-                weight=1,
                 text=LogNormal(mean=265, spread=0.33, least=40, most=2048),
                 patches=_COCO,
                 images=(1, 1),
@@ -152,7 +150,6 @@ _ENTRIES = (
         parts=(
             SampleKind(
                 name="chart questions",
-                weight=1,
                 text=LogNormal(mean=130, spread=0.4, least=10, most=512),
                 patches=LogNormal(mean=2000, spread=0.25, least=256, most=8192, step=4),
                 images=(1, 1),
@@ -167,7 +164,6 @@ _ENTRIES = (
         parts=(
             SampleKind(
                 name="photo questions",
-                weight=1,
                 text=LogNormal(mean=102, spread=0.4, least=10, most=256),
                 patches=_COCO,
                 images=(1, 1),

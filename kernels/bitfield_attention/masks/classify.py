@@ -255,7 +255,9 @@ def _as_keys(blocks: Summaries) -> Summaries:
 
 
 def _summarise(words: torch.Tensor, positions: torch.Tensor | None, block: int) -> Summaries:
-    word, position = _padded(words, block), _positions(words, positions, block)
+    if positions is None:
+        positions = torch.arange(words.shape[1]).expand(words.shape)
+    word, position = _padded(words, block), _padded(positions.to(torch.int32), block)
     document = (word >> 48).astype(np.int32) & MAX_DOCUMENT
     real = document != 0
     island = (word >> 32).astype(np.int32) & ((MAX_DOCUMENT << 16) | MAX_INSTANCE)
@@ -286,12 +288,6 @@ def _summarise(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 def _reduced(values: Summaries, size: int) -> Summaries:
     """Combine the summaries of every `size` adjacent blocks (or tokens) into the summary of the larger block they form."""
     return {name: _REDUCTIONS[name].reduce(x.reshape(len(x), -1, size), axis=-1) for name, x in values.items()}
-
-
-def _positions(words: torch.Tensor, positions: torch.Tensor | None, block: int) -> np.ndarray:
-    if positions is None:
-        positions = torch.arange(words.shape[1], dtype=torch.int32).expand(words.shape)
-    return _padded(positions.to(torch.int32), block)
 
 
 def _padded(x: torch.Tensor, block: int) -> np.ndarray:
