@@ -14,7 +14,7 @@ import numpy as np
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, assignment_of
 from mmcompile.batching.balance.balancer import Balancer, check_grid, shared
 from mmcompile.batching.balance.lpt import place_in_order
-from mmcompile.batching.balance.sample_deferral import RESOLUTION, pairwise_deferral
+from mmcompile.batching.balance.sample_deferral import pairwise_deferral
 
 
 class Defer(StrEnum):
@@ -41,9 +41,6 @@ class Hierarchical(Balancer):
     name: ClassVar[str] = "hierarchical"
 
     defer: Defer = Defer.CRITICAL
-    fewer_microbatches: bool = True
-    """Use only as many microbatches as the heaviest sample's encoder work allows: K_eff (§4.5.1)."""
-    resolution: int = RESOLUTION
 
     @property
     def title(self) -> str:
@@ -70,13 +67,13 @@ class Hierarchical(Balancer):
 
     def _replica(self, encoder: np.ndarray, language: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         """Return encoder and language-model microbatch of each sample of one replica, int64 [samples] each, in run order."""
-        count = effective_microbatches(encoder, most) if self.fewer_microbatches else most
+        count = effective_microbatches(encoder, most)
         early = stratified(encoder, language, count)
         if self.defer is Defer.NONE:
             return early, early
         members = [np.flatnonzero(early == index) for index in range(count)]
         work = [language[samples] for samples in members]
-        deferral = pairwise_deferral(work, self.resolution, everywhere=self.defer is Defer.ALL)
+        deferral = pairwise_deferral(work, everywhere=self.defer is Defer.ALL)
         position = np.argsort(deferral.order)
         late = early.copy()
         for pair in deferral.pairs:
@@ -90,7 +87,7 @@ def replicas_of(encoder: np.ndarray, language: np.ndarray, num_replicas: int) ->
 
 
 def effective_microbatches(encoder: np.ndarray, most: int) -> int:
-    """Return K_eff = min(K, floor(sum w / max w)), with w the encoder work [samples] and K = `most`; K if all w are 0."""
+    """Return K_eff (§4.5.1) = min(K, floor(sum w / max w)), w the encoder work [samples] and K = `most`; K if all w are 0."""
     heaviest = float(encoder.max(initial=0.0))
     return most if heaviest == 0 else min(most, int(float(encoder.sum()) / heaviest * (1 + 1e-12)))
 

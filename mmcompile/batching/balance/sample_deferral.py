@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-RESOLUTION = 4096
+_RESOLUTION = 4096
 """Number of units into which the work of an overloaded microbatch is rounded, unless it is a smaller whole number."""
 
 
@@ -43,14 +43,11 @@ class Deferral:
         return [index for pair in self.pairs for index in (pair.overloaded, pair.underloaded)] + list(self.alone)
 
 
-def pairwise_deferral(
-    microbatches: Sequence[np.ndarray], resolution: int = RESOLUTION, *, everywhere: bool = False
-) -> Deferral:
+def pairwise_deferral(microbatches: Sequence[np.ndarray], *, everywhere: bool = False) -> Deferral:
     """Pair microbatches and choose the samples that each pair defers, to minimize the longest microbatch.
 
     Args:
         microbatches: language-model work of the samples of each microbatch, float64 [samples].
-        resolution: number of units of the discretized subset sums.
         everywhere: also defer in pairs that are within the threshold without it, and take the pairing with the least squares
             among those with the same longest microbatch. Times are more even, but more activations wait.
     """
@@ -58,9 +55,7 @@ def pairwise_deferral(
     half = len(work) // 2
     by_work = np.argsort(-work, kind="stable")
     over, under = by_work[:half], by_work[len(work) - half :]
-    choices = [
-        subsets_nearest(microbatches[index], (work[index] - work[under]) / 2, resolution) for index in over.tolist()
-    ]
+    choices = [subsets_nearest(microbatches[index], (work[index] - work[under]) / 2) for index in over.tolist()]
     handed = np.zeros((half, half))
     for row, index in enumerate(over.tolist()):
         handed[row] = [microbatches[index][list(chosen)].sum() for chosen in choices[row]]
@@ -90,20 +85,19 @@ def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, thre
     return partner
 
 
-def subsets_nearest(work: np.ndarray, targets: np.ndarray, resolution: int = RESOLUTION) -> list[tuple[int, ...]]:
+def subsets_nearest(work: np.ndarray, targets: np.ndarray) -> list[tuple[int, ...]]:
     """Return, for each target, the sample positions whose total work is nearest to it.
 
-    Totals are exact for whole numbers below the resolution. The reachable sums are bits of one integer, kept for each sample to
-    recover its subset.
+    Whole numbers of at most 4,096 in all are added exactly, other work is rounded to 4,096ths of its total. The reachable sums
+    are bits of one integer, kept for each sample to recover its subset.
 
     Args:
         work: float64 [samples], none negative.
         targets: float64 [targets], each at least 0. Of two equally near totals the smaller is taken.
-        resolution: number of units that the total of `work` is divided into.
     """
     total = float(work.sum())
-    whole = total <= resolution and bool((work == np.rint(work)).all())
-    scale = 1.0 if whole or total == 0 else resolution / total
+    whole = total <= _RESOLUTION and bool((work == np.rint(work)).all())
+    scale = 1.0 if whole or total == 0 else _RESOLUTION / total
     units = np.rint(work * scale).astype(int).tolist()
     reached = [1]
     for unit in units:

@@ -81,7 +81,6 @@ def test_fewer_microbatches_are_used_where_one_sample_is_heavier_than_a_share() 
     costs = SampleCosts(components=("vision", "lm"), costs=np.array([[6.0, 2, 2, 2, 1], [1, 1, 1, 1, 1]]))
     grid = Grid(num_replicas=(1, 1), num_microbatches=5)
     assert Hierarchical().assign(costs, grid).microbatch[0].max() == 1
-    assert Hierarchical(fewer_microbatches=False).assign(costs, grid).microbatch[0].max() == 4
 
 
 @pytest.mark.parametrize("num_replicas", [(1, 3), (3, 1), (2, 2, 3)])

@@ -52,7 +52,7 @@ def test_rounded_work_is_near_to_the_resolution(seed: int) -> None:
     target = float(work.sum() / 3)
     subsets = chain.from_iterable(combinations(range(9), size) for size in range(10))
     best = min(abs(work[list(subset)].sum() - target) for subset in subsets)
-    (chosen,) = subsets_nearest(work, np.array([target]), resolution=4096)
+    (chosen,) = subsets_nearest(work, np.array([target]))
     found = abs(work[list(chosen)].sum() - target)
     assert found <= best + 10 * work.sum() / 4096
 
