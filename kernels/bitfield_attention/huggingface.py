@@ -158,10 +158,18 @@ def _attend(
         if query.shape[2] == 1:  # A decoding step: one row of mask is cheaper than a plan.
             seen = visible(words, positions, kv_words, kv_positions, window)[:, None]
             return _sdpa(module, query, key, value, seen, scale)[0]
-    sides = {"positions": positions, "kv_words": kv_words, "kv_positions": kv_positions}
-    return (
-        bitfield_attention(query, key, value, words, **sides, scale=scale, window=window).transpose(1, 2).contiguous()
+    out = bitfield_attention(
+        query,
+        key,
+        value,
+        words,
+        positions=positions,
+        kv_words=kv_words,
+        kv_positions=kv_positions,
+        scale=scale,
+        window=window,
     )
+    return out.transpose(1, 2).contiguous()
 
 
 def _mask(

@@ -57,8 +57,9 @@ class IterableBatches:
         check_batch_size(batch_size)
         check_stream(dataset)
         self._dataset, self._batch_size = dataset, batch_size
-        resumes = isinstance(dataset, ResumableDataset) and not _has_shuffle_buffer(dataset)
-        self._resumable: ResumableDataset | None = dataset if resumes else None
+        self._resumable: ResumableDataset | None = None
+        if isinstance(dataset, ResumableDataset) and not _has_shuffle_buffer(dataset):
+            self._resumable = dataset
         self._first = self._state()
         """State of the unread dataset, from which an epoch restarts.
 
