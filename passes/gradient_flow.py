@@ -96,12 +96,7 @@ def trainable_names(graph: ModelGraph) -> dict[str, str]:
 
 
 def makes_gradient(node: fx.Node, source: fx.Node, trainable: Container[str]) -> bool:
-    """Return whether the backward of `node` makes a gradient for its input `source`.
-
-    Args:
-        node: annotated by `GradientFlow`.
-        trainable: names of parameters that train.
-    """
+    """Return whether the backward of `node` makes a gradient for its input `source`; `trainable`: parameters that train."""
     if not info(node).carries_gradient:
         return False
     if source.op == "call_function":

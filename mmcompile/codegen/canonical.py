@@ -74,13 +74,9 @@ class CanonicalLayer:
 
 @functools.cache
 def canonical_layers(source: str, stage: str) -> Mapping[str, CanonicalLayer]:
-    """Return function name -> canonical layer for all layer functions of a stage source, those outside its class.
+    """Return function name -> canonical layer for all layer functions of the source of a stage, those outside its class.
 
     Results are cached for the process, because stages that move between ranks need them repeatedly.
-
-    Args:
-        source: source of the stage.
-        stage: name of the stage, for error messages.
 
     Raises:
         VerifyError: the source does not compile, or a function is not of the form that `stage_source` writes.

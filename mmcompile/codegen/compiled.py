@@ -103,13 +103,7 @@ _AROUND: Mapping[Recompute, str] = {
 
 @functools.cache
 def compiled_layer(text: str, recompute: Recompute, backend: Backend | None) -> Layer:
-    """Return the compiled function of a canonical layer's text, cached by its arguments.
-
-    Args:
-        text: source of `layer(a0, a1, ...)`.
-        recompute: mode of recomputation for the backward.
-        backend: backend of `torch.compile`; None runs the text uncompiled.
-    """
+    """Return the compiled function of a source of `layer(a0, a1, ...)`, uncompiled if `backend` is None; results are cached."""
     # Each function has code of its own: torch counts recompilations by it.
     around = _AROUND[recompute]
     text += f"\n\ndef recomputing(*arguments):\n    {around}\n" if around else ""

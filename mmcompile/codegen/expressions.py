@@ -91,11 +91,7 @@ def identifier(text: str) -> str:
 
 
 def comment(node: fx.Node, layer: str | None = None) -> str:
-    """Return the origin of a node of a stage, as a comment.
-
-    Args:
-        layer: for a node of a layer function, path of the layer that the function is written after.
-    """
+    """Return the origin of a node as a comment; inside a layer function, relative to the path of its first `layer`."""
     path = info(node).module_path
     if layer:
         path = "the layer itself" if path == layer else path.removeprefix(f"{layer}.")

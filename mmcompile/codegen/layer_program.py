@@ -83,13 +83,7 @@ def _port(node: fx.Node, root: bool) -> Port:
 def shared_values(
     graph: ModelGraph, wanted: Iterable[fx.Node], inputs: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
-    """Return values of shared nodes, computed from batch inputs and host values on the CPU.
-
-    Args:
-        graph: graph annotated by gradient-flow.
-        wanted: shared nodes.
-        inputs: value of every placeholder of the graph, by name.
-    """
+    """Return values of shared nodes, computed on the CPU from `inputs`, the values of all placeholders by name."""
     known: dict[fx.Node, Any] = {}
     needed = reached(wanted)
     with torch.no_grad():

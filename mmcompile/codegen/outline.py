@@ -48,12 +48,7 @@ class NodeRun:
 
 
 def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[NodeRun, ...]:
-    """Return the runs of a stage, each after the runs it reads from.
-
-    Args:
-        nodes: call nodes in graph order, annotated.
-        results: nodes that the stage returns.
-    """
+    """Return the runs of a stage that computes `nodes` (in graph order) and returns `results`, each after those it reads from."""
     nodes = list(nodes)
     groups = _groups(nodes)
     owner = {node: number for number, (_, own) in enumerate(groups) for node in own}

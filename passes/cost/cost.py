@@ -107,12 +107,7 @@ class _Meter:
         return {storage: saved for storage, saved in kept.items() if storage not in self._permanent}
 
     def held(self, node: fx.Node, *, whole: bool) -> dict[int, Saved]:
-        """Return the memory of a node's value by id of its storage, parameters and constants excluded.
-
-        Args:
-            node: any node.
-            whole: count the whole storage that a view keeps alive, instead of the view's elements only.
-        """
+        """Return the memory of a node's value, as `saved` does; `whole`: count all memory that a view keeps alive."""
         if "val" not in node.meta:
             return {}
         return {

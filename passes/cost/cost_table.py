@@ -37,12 +37,7 @@ class GrowingCost:
         return _sum(self.fixed, _times(self.by_tokens, tokens), _times(self.by_squares, squares))
 
     def polynomial(self, name: str, captured: Load) -> Polynomial:
-        """Return one field as a polynomial in the load.
-
-        Args:
-            name: a field of `LayerCost`.
-            captured: the load this cost was measured at.
-        """
+        """Return the field `name` of `LayerCost` as a polynomial in the load; `captured` is the load of this cost."""
         tokens, squares = getattr(self.by_tokens, name), getattr(self.by_squares, name)
         return Polynomial(
             fixed=float(getattr(self.fixed, name)),

@@ -84,9 +84,7 @@ class Saved:
 def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, Saved]:
     """Return the memory that a node with gradient keeps until its backward, by id of the storage, parameters included.
 
-    Args:
-        node: a node through which gradient passes.
-        carries: returns whether an input of the node needs a gradient.
+    `carries` returns whether an input of the node needs a gradient.
     """
     kept = {
         storage_of(tensor): Saved(num_bytes=storage_bytes(tensor), owner=owner)
