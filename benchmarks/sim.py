@@ -229,7 +229,9 @@ def predict(plan: Plan, graph: ModelGraph, calibration: Calibration, runtime: Ru
         [messages(link) for link in plan.links],
         {stage.ranks[0]: trained(plan, stage.name, graph) for stage in plan.stages},
         runtime=runtime,
-        prepare_s=calibration.host_s(graph.name, loads[graph.loss_component]),
+        prepare_s=sum(
+            host.seconds.at(loads[graph.loss_component]) for host in calibration.hosts if host.model == graph.name
+        ),
         num_microbatches=plan.num_microbatches,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
@@ -61,9 +61,10 @@ class KindCosts:
     def fitted(cls, kind: str, layer: str, measurements: Sequence[Measurement], *, tp: int = 1) -> Self:
         """Return the costs of a kind fitted to measured points, at least one."""
         loads = [point.load for point in measurements]
-        forward = fit_polynomial(loads, [point.times.forward_s for point in measurements])
-        input_grad = fit_polynomial(loads, [point.times.input_grad_s for point in measurements])
-        weight_grad = fit_polynomial(loads, [point.times.weight_grad_s for point in measurements])
+        forward, input_grad, weight_grad = (
+            fit_polynomial(loads, [getattr(point.times, name) for point in measurements])
+            for name in ("forward_s", "input_grad_s", "weight_grad_s")
+        )
         total = forward + input_grad + weight_grad
         errors = [abs(total.at(point.load) / point.times.total_s - 1) for point in measurements]
         return cls(
@@ -147,64 +148,28 @@ class Calibration:
 
     def times(self, kind: str, load: Load, tp: int = 1) -> LayerTimes | None:
         """Return the seconds of a layer at a load; None for a kind that was not measured at this `tp`."""
-        found = self._find(kind, tp)
-        return None if found is None else found.at(load)
+        return next((costs.at(load) for costs in self.kinds if (costs.kind, costs.tp) == (kind, tp)), None)
 
-    def host_s(self, model: str, load: Load) -> float:
-        """Return the seconds that rank 0 needs to prepare a microbatch of a model; 0 for a model that was not measured."""
-        return sum(host.seconds.at(load) for host in self.hosts if host.model == model)
-
-    def check(
-        self,
-        *,
-        device: str,
-        dtype: str,
-        processor: str | None = None,
-        torch: str | None = None,
-        mmcompile: str | None = None,
-    ) -> None:
-        """Raise ConfigError unless this calibration holds for a device, dtype and versions.
+    def check(self, *, device: str, dtype: str, processor: str | None = None) -> None:
+        """Raise ConfigError unless this calibration holds for a device, a dtype and the installed versions.
 
         Args:
             device: name of the cluster's devices.
             dtype: dtype of most parameters.
             processor: processor name of this machine, if the plan is made for it; None accepts any.
-            torch, mmcompile: versions; the installed ones by default.
-
-        Raises:
-            ConfigError: device, dtype, processor or a version differs; the message names the first that does.
         """
         wanted = {
             "device": (self.device, device),
             "processor": (self.processor, processor or self.processor),
             "dtype": (self.dtype, dtype),
-            "torch": (self.torch, torch or installed("torch")),
-            "mmcompile": (self.mmcompile, mmcompile or installed("mmcompile")),
+            "torch": (self.torch, installed("torch")),
+            "mmcompile": (self.mmcompile, installed("mmcompile")),
         }
         for name, (own, value) in wanted.items():
             if own != value:
                 raise ConfigError(
                     f"the calibration does not hold here: it was measured with {name} {own}, wanted is {value}; {_REMAKE}"
                 )
-
-    def merged(self, other: Calibration) -> Calibration:
-        """Return the measurements of both calibrations; `other` replaces measurements that both have.
-
-        Raises:
-            ConfigError: the calibrations differ in device, dtype or versions.
-        """
-        self.check(
-            device=other.device,
-            processor=other.processor,
-            dtype=other.dtype,
-            torch=other.torch,
-            mmcompile=other.mmcompile,
-        )
-        kinds = {(costs.kind, costs.tp): costs for costs in (*self.kinds, *other.kinds)}
-        hosts = {costs.model: costs for costs in (*self.hosts, *other.hosts)}
-        return replace(
-            self, kinds=tuple(kinds.values()), hosts=tuple(hosts.values()), runtime=other.runtime or self.runtime
-        )
 
     def to_json(self) -> str:
         """Return the calibration as indented JSON."""
@@ -251,9 +216,6 @@ class Calibration:
         lines += [f"{costs.kind:<{width}}  {_row(*_cells(costs))}" for costs in self.kinds]
         return "\n".join([*lines, *([] if self.runtime is None else ["", str(self.runtime)])])
 
-    def _find(self, kind: str, tp: int) -> KindCosts | None:
-        return next((costs for costs in self.kinds if costs.kind == kind and costs.tp == tp), None)
-
 
 _COLUMNS = ("tokens", "fwd ms", "input-grad", "weight-grad", "points", "fit median", "max")
 
@@ -275,23 +237,21 @@ def _cells(costs: KindCosts) -> tuple[str, ...]:
     )
 
 
-def describe_costs(
-    calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None
-) -> str:
+def describe_costs(calibration: Calibration | None, kinds: Mapping[str, Iterable[str]]) -> str:
     """Describe in one line which component times of a plan are analytic and which are measured (`Plan.costs`).
 
     Args:
+        calibration: measured seconds of whole layers; None if all times are analytic.
         kinds: component -> kinds of its layers.
-        tp: component -> tensor-parallel degree, 1 where absent.
     """
     if calibration is None:
         return "analytic"
-    wanted = {(kind, (tp or {}).get(component, 1)) for component, own in kinds.items() for kind in own}
-    found = [costs for costs in calibration.kinds if (costs.kind, costs.tp) in wanted]
+    wanted = {kind for own in kinds.values() for kind in own}
+    found = [costs for costs in calibration.kinds if costs.tp == 1 and costs.kind in wanted]
     if not found:
         where = f"{calibration.device} {calibration.dtype}"
         return f"analytic: the calibration for {where} knows none of the {len(wanted)} layer kinds"
-    missing = sorted(kind for kind, _ in wanted - {(costs.kind, costs.tp) for costs in found})
+    missing = sorted(wanted - {costs.kind for costs in found})
     error = f"fit error median {statistics.median(c.median_error for c in found):.1%}, max {max(c.max_error for c in found):.1%}"
     text = (
         f"measured on {calibration.device} ({calibration.processor}), {calibration.dtype}, torch {calibration.torch}: "

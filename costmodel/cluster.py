@@ -7,10 +7,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 
-from mmcompile.costmodel.hardware import DEVICES as DEVICES
-from mmcompile.costmodel.hardware import GPU_EFFICIENCY as GPU_EFFICIENCY
-from mmcompile.costmodel.hardware import GPU_LAUNCH_S as GPU_LAUNCH_S
-from mmcompile.costmodel.hardware import LOCAL_NAME, Device, Interconnect, device_names, find_device
+from mmcompile.costmodel.hardware import DEVICES, LOCAL_NAME, Device, Interconnect, find_device
 from mmcompile.errors import ConfigError
 
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)(GB|Gb)/s)?")
@@ -70,7 +67,8 @@ class Cluster:
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
-                f"cluster {text!r} is not NODESxDEVICESxNAME (4x8xH100, 4x8xH100@25GB/s) or 'local'; names are {device_names()}"
+                f"cluster {text!r} is not NODESxDEVICESxNAME (4x8xH100, 4x8xH100@25GB/s) or 'local'; names are "
+                + ", ".join(DEVICES)
             )
         nodes, devices = int(match[1] or 1), int(match[2])
         if nodes < 1 or devices < 1:
@@ -82,12 +80,8 @@ class Cluster:
 
     @classmethod
     def local(cls, num_devices: int | None = None) -> Cluster:
-        """Return this machine as a cluster: each CPU core a device, memory shared equally between them.
-
-        Args:
-            num_devices: number of cores to use; by default all that this process may run on.
-        """
-        cores = num_devices or _num_cores()
+        """Return CPU cores of this machine, by default all that this process may run on, as devices with equal memory."""
+        cores = num_devices or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
         device, intra, inter = DEVICES[LOCAL_NAME]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = replace(device, memory_bytes=memory // cores)
@@ -107,9 +101,3 @@ def _network(usual: Interconnect, bytes_per_s: float, text: str) -> Interconnect
 def _gigabytes(num_bytes: float) -> str:
     """Format bytes as gigabytes: exact to the byte, and without an exponent, so that it parses back."""
     return f"{num_bytes / 1e9:.9f}".rstrip("0").rstrip(".")
-
-
-def _num_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

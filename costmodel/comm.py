@@ -12,7 +12,7 @@ many network ports a node as the group has ranks in it. On CPUs gloo's ring is o
 `num_bytes` is always that of the whole buffer: what every rank has after an all-gather, or before a reduce-scatter.
 
 Source: constants and formulas of NCCL's `src/graph/tuning.cc` (`ncclTunerConstantsDefaults`, `ncclTopoTuneModel`), as
-restated by `torch._inductor.comm_analysis` (torch 2.13), whose results within a node these are (all but all-to-all).
+restated by `torch._inductor.comm_analysis` (torch 2.13), whose results within a node these are.
 Ours: network ports by ranks in a node (torch counts one a group, with corrections fitted to one cluster); the tree's
 correction for middle sizes is interpolated, so that more bytes never take less time.
 """
@@ -25,11 +25,9 @@ from typing import Literal
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.hardware import Generation, Interconnect
 
-__all__ = ["p2p_seconds", "all_reduce_s", "all_gather_s", "reduce_scatter_s", "broadcast_s", "all_to_all_s"]
-
 Algorithm = Literal["tree", "ring"]
 Protocol = Literal["ll", "ll128", "simple"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 ALGORITHMS: tuple[Algorithm, ...] = ("tree", "ring")
 PROTOCOLS: tuple[Protocol, ...] = ("ll", "ll128", "simple")
@@ -63,95 +61,23 @@ TREE_CORRECTION = (
 
 def p2p_seconds(num_bytes: float, link: Interconnect) -> float:
     """Return the seconds until a message over an idle link has arrived; 0 for an empty message, which is never sent."""
-    if num_bytes == 0:
-        return 0.0
-    return link.latency_s + num_bytes / link.bytes_per_s
+    return link.latency_s + num_bytes / link.bytes_per_s if num_bytes else 0.0
 
 
 def ring_s(num_bytes: float, num_ranks: int, link: Interconnect) -> float:
     """Return the seconds of a ring all-gather to, or reduce-scatter of, `num_bytes`: each rank sends all shares but one."""
-    if num_bytes == 0:
-        return 0.0
     others = num_ranks - 1
-    return others * link.latency_s + num_bytes * others / num_ranks / link.bytes_per_s
+    return others * link.latency_s + num_bytes * others / num_ranks / link.bytes_per_s if num_bytes else 0.0
 
 
-def all_reduce_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Return the seconds of an all-reduce.
+def collective_s(
+    collective: Collective, num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None
+) -> float:
+    """Return the seconds of a collective of `num_ranks` ranks with a buffer of `num_bytes`.
 
     Args:
-        num_bytes: bytes of the buffer, on each rank.
-        num_ranks: size of the group.
         ranks_in_a_node: number of the group's ranks on one node (`Cluster.together`); by default as many as a node has devices.
     """
-    return _collective_s("all_reduce", num_bytes, num_ranks, cluster, ranks_in_a_node)
-
-
-def all_gather_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Return the seconds of an all-gather: `num_bytes` are all shares together. Other arguments are those of `all_reduce_s`."""
-    return _collective_s("all_gather", num_bytes, num_ranks, cluster, ranks_in_a_node)
-
-
-def reduce_scatter_s(
-    num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None
-) -> float:
-    """Return the seconds of a reduce-scatter of `num_bytes` on every rank. Other arguments: see `all_reduce_s`."""
-    return _collective_s("reduce_scatter", num_bytes, num_ranks, cluster, ranks_in_a_node)
-
-
-def broadcast_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Return the seconds of a broadcast of `num_bytes`. Other arguments: see `all_reduce_s`."""
-    return _collective_s("broadcast", num_bytes, num_ranks, cluster, ranks_in_a_node)
-
-
-def all_to_all_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Return the seconds of an all-to-all: every rank sends each other rank its equal part of `num_bytes`.
-
-    All parts leave at once, through one device link and one network port a rank: latency of one hop, then the parts for
-    its own node and those for other nodes. (NCCL has no formula: it sends messages.)
-
-    Args:
-        num_bytes: bytes that each rank holds, its own part included.
-    """
-    if num_ranks == 1 or num_bytes == 0:
-        return 0.0
-    near = _near(num_ranks, cluster, ranks_in_a_node)
-    if cluster.is_local:
-        return (num_ranks - 1) * p2p_seconds(num_bytes / num_ranks, cluster.intra)
-    intra_s = num_bytes * (near - 1) / num_ranks / _bus(cluster.intra, near) if near > 1 else 0.0
-    inter_s = num_bytes * (num_ranks - near) / num_ranks / cluster.inter.ring_bytes_per_s
-    hop_us = HOP_LATENCY_US["network" if near < num_ranks else _kind(cluster)]["ring"][2]
-    return (BASE_LATENCY_US["ring"][2] + hop_us) * 1e-6 + intra_s + inter_s
-
-
-def algorithm_s(
-    collective: Collective,
-    algorithm: Algorithm,
-    protocol: Protocol,
-    num_bytes: float,
-    num_ranks: int,
-    cluster: Cluster,
-    ranks_in_a_node: int | None = None,
-) -> float:
-    """Return the seconds of a collective by one algorithm and protocol of NCCL.
-
-    Infinity if NCCL does not offer the combination.
-    """
-    near = _near(num_ranks, cluster, ranks_in_a_node)
-    nodes = -(-num_ranks // near)
-    bandwidth = _bus_bandwidth(algorithm, protocol, near, nodes, cluster)
-    if bandwidth == 0 or (algorithm == "tree" and collective != "all_reduce"):
-        return inf
-    if algorithm == "tree":
-        bandwidth *= 0.5 * _correction(protocol, num_bytes)
-    else:
-        bandwidth *= num_ranks / _steps(collective, num_ranks)
-    return _latency_us(collective, algorithm, protocol, num_ranks, near, cluster) * 1e-6 + num_bytes / bandwidth
-
-
-def _collective_s(
-    collective: Collective, num_bytes: float, num_ranks: int, cluster: Cluster, ranks_in_a_node: int | None
-) -> float:
     if num_ranks == 1 or num_bytes == 0:
         return 0.0
     if cluster.is_local:
@@ -163,9 +89,26 @@ def _collective_s(
     )
 
 
-def _near(num_ranks: int, cluster: Cluster, ranks_in_a_node: int | None) -> int:
-    """Return the number of the group's ranks on one node."""
-    return min(num_ranks, ranks_in_a_node or cluster.devices_per_node)
+def algorithm_s(
+    collective: Collective,
+    algorithm: Algorithm,
+    protocol: Protocol,
+    num_bytes: float,
+    num_ranks: int,
+    cluster: Cluster,
+    ranks_in_a_node: int | None = None,
+) -> float:
+    """Return the seconds of a collective by one algorithm and protocol of NCCL; infinity if NCCL does not offer them."""
+    near = min(num_ranks, ranks_in_a_node or cluster.devices_per_node)
+    nodes = -(-num_ranks // near)
+    bandwidth = _bus_bandwidth(algorithm, protocol, near, nodes, cluster)
+    if bandwidth == 0 or (algorithm == "tree" and collective != "all_reduce"):
+        return inf
+    if algorithm == "tree":
+        bandwidth *= 0.5 * _correction(protocol, num_bytes)
+    else:
+        bandwidth *= num_ranks / _steps(collective, num_ranks)
+    return _latency_us(collective, algorithm, protocol, num_ranks, near, cluster) * 1e-6 + num_bytes / bandwidth
 
 
 def _bus(link: Interconnect, num_ranks: int) -> float:
@@ -195,7 +138,7 @@ def _bus_bandwidth(algorithm: Algorithm, protocol: Protocol, near: int, nodes: i
 
 
 def _steps(collective: Collective, num_ranks: int) -> int:
-    return {"all_reduce": 2 * (num_ranks - 1), "broadcast": num_ranks}.get(collective, num_ranks - 1)
+    return (2 if collective == "all_reduce" else 1) * (num_ranks - 1)
 
 
 def _latency_us(
@@ -203,17 +146,14 @@ def _latency_us(
 ) -> float:
     column, nodes = PROTOCOLS.index(protocol), -(-num_ranks // near)
     overhead = 0.0 if nodes == 1 else 3.0 if protocol == "simple" else 1.0
-    inside = max(HOP_LATENCY_US[_kind(cluster)][algorithm][column], overhead)
+    kind = "pcie" if cluster.intra.kind == "pcie" else "nvlink"
+    inside = max(HOP_LATENCY_US[kind][algorithm][column], overhead)
     outside = HOP_LATENCY_US["network"][algorithm][column]
     base = BASE_LATENCY_US[algorithm][column]
     if algorithm == "tree":
         return base + 2 * ((near - 1) * inside + floor(log2(nodes)) * outside)
     hops = 2 * (nodes - 1) if collective == "all_reduce" else nodes - 1
     return base + (_steps(collective, num_ranks) - hops) * inside + hops * outside
-
-
-def _kind(cluster: Cluster) -> str:
-    return "pcie" if cluster.intra.kind == "pcie" else "nvlink"
 
 
 def _correction(protocol: Protocol, num_bytes: float) -> float:

@@ -47,15 +47,9 @@ class LayerCost:
     working_bytes: int = 0
     """Bytes held only while the layer runs its backward: recomputed activations."""
     shared_bytes: int = 0
-    """Further bytes kept by a stage that begins with this layer: values that earlier layers also read and count.
-
-    For example masks, rotary tables, features that several layers attend to.
-    """
+    """Further bytes kept by a stage that begins with this layer: values, such as masks, that earlier layers read and count."""
     unsaved_bytes: int = 0
-    """Further bytes kept under recomputation: values that several layers read and this layer reads first.
-
-    Without recomputation none of these layers keeps them for its backward.
-    """
+    """Further bytes kept, under recomputation only: values that several layers read and this layer reads first."""
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""
     kept_kernels: int = 0
@@ -76,6 +70,13 @@ class LayerTimes:
     """Part of the backward that earlier stages wait for."""
     weight_grad_s: float = 0.0
     """Part of the backward that no other action waits for."""
+
+    def __mul__(self, factor: float) -> LayerTimes:
+        return LayerTimes(
+            forward_s=factor * self.forward_s,
+            input_grad_s=factor * self.input_grad_s,
+            weight_grad_s=factor * self.weight_grad_s,
+        )
 
     @property
     def backward_s(self) -> float:

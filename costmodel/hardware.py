@@ -13,9 +13,9 @@ from typing import Literal
 
 from mmcompile.errors import ConfigError
 
-GPU_EFFICIENCY = 0.5
+_GPU_EFFICIENCY = 0.5
 """Fraction of peak FLOP/s that large matrix products inside a whole model reach [Empirical]; a calibration replaces it."""
-GPU_LAUNCH_S = 4e-6
+_GPU_LAUNCH_S = 4e-6
 """Seconds of launch, ramp-up and tail of one GPU kernel [Empirical]."""
 LOCAL_NAME = "cpu"
 
@@ -72,29 +72,24 @@ Entry = tuple[Device, Interconnect, Interconnect]
 """(device, link between two devices of a node, link of one device to other nodes)."""
 
 
-def device_names() -> str:
-    """Return all device names of the table, comma separated."""
-    return ", ".join(DEVICES)
-
-
 def find_device(name: str) -> Entry:
     """Return the table entry of a device name, in any case. Raises ConfigError, with the valid names, if there is none."""
     for known, entry in DEVICES.items():
         if known.lower() == name.lower():
             return entry
-    raise ConfigError(f"unknown device {name!r}; known are {device_names()}")
+    raise ConfigError(f"unknown device {name!r}; known are {', '.join(DEVICES)}")
 
 
 def _gpu(
-    name: str, memory_gb: int, memory_gb_per_s: int, generation: Generation, source: str, **peaks_tflops: float
+    name: str, memory_gb: int, gb_per_s: int, generation: Generation, source: str, peaks_tflops: Mapping[str, float]
 ) -> Device:
     return Device(
         name=name,
         peak_flops={dtype: tflops * 1e12 for dtype, tflops in peaks_tflops.items()},
         memory_bytes=memory_gb * 10**9,
-        memory_bytes_per_s=memory_gb_per_s * 1e9,
-        launch_s=GPU_LAUNCH_S,
-        efficiency=GPU_EFFICIENCY,
+        memory_bytes_per_s=gb_per_s * 1e9,
+        launch_s=_GPU_LAUNCH_S,
+        efficiency=_GPU_EFFICIENCY,
         source=source,
         generation=generation,
     )
@@ -120,28 +115,14 @@ _PCIE4 = _link(
 _PCIE5 = _link(
     "pcie", 64, 10, "PCIe 5.0 x16, one direction; rings assumed at 3/4 as on PCIe 4.0; latency [Empirical]", 48
 )
-_NVLINK3 = _link(
-    "nvlink",
-    300,
-    8,
-    "NVLink 3, 600 GB/s both directions (NVIDIA A100 data sheet); rings 240 GB/s (NCCL topo.h); latency [Empirical]",
-    240,
-)
-_NVLINK4 = _link(
-    "nvlink",
-    450,
-    8,
-    "NVLink 4, 900 GB/s both directions (NVIDIA H100 data sheet); rings 370 GB/s (NCCL topo.h); latency [Empirical]",
-    370,
-)
-_INFINITY = _link(
-    "mesh",
-    64,
-    8,
+_NVLINK = "NVLink {}, {} GB/s both directions (NVIDIA {} data sheet); rings {} GB/s (NCCL topo.h); latency [Empirical]"
+_NVLINK3 = _link("nvlink", 300, 8, _NVLINK.format(3, 600, "A100", 240), 240)
+_NVLINK4 = _link("nvlink", 450, 8, _NVLINK.format(4, 900, "H100", 370), 370)
+_INFINITY_SOURCE = (
     "Infinity Fabric, 128 GB/s both directions to each of 7 peers (AMD MI300X platform data sheet); rings assumed at 3/4 of "
-    "it; latency [Empirical]",
-    48,
+    "it; latency [Empirical]"
 )
+_INFINITY = _link("mesh", 64, 8, _INFINITY_SOURCE, 48)
 _IB_HDR = _link("network", 25, 15, "one 200 Gb/s HDR port a device (NVIDIA DGX A100 data sheet); latency [Empirical]")
 _IB_HDR_ASSUMED = _link("network", 25, 15, "assumed: one 200 Gb/s HDR port a device; latency [Empirical]")
 _IB_NDR = _link("network", 50, 15, "one 400 Gb/s NDR port a device (NVIDIA DGX H100 data sheet); latency [Empirical]")
@@ -161,43 +142,23 @@ _CPU_CORE = Device(
     efficiency=0.5,
     source="[Empirical] two thirds of one Xeon core's matmul (150 float32, 79 float64 GFLOP/s, AVX-512, torch 2.13)",
 )
+_A40 = {"float32": 37.4, "bfloat16": 149.7, "float16": 149.7}
 _A100 = {"float64": 9.7, "float32": 19.5, "bfloat16": 312, "float16": 312}
 _H100 = {"float64": 34, "float32": 67, "bfloat16": 989.4, "float16": 989.4}
 _H100_PCIE = {"float64": 26, "float32": 51, "bfloat16": 756, "float16": 756}
+_L4 = {"float32": 30.3, "bfloat16": 121, "float16": 121}
 _MI300X = {"float64": 81.7, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4}
+_MI300X_SOURCE = "AMD Instinct MI300X data sheet; limits of collectives assumed as NCCL's on Hopper"
 
-DEVICES: Mapping[str, Entry] = {
-    "A40": (
-        _gpu("A40", 48, 696, "ampere", "NVIDIA A40 data sheet", float32=37.4, bfloat16=149.7, float16=149.7),
-        _PCIE4,
-        _IB_HDR_ASSUMED,
-    ),
-    "A100-40G": (_gpu("A100-40G", 40, 1555, "ampere", "NVIDIA A100 SXM data sheet", **_A100), _NVLINK3, _IB_HDR),
-    "A100-80G": (_gpu("A100-80G", 80, 2039, "ampere", "NVIDIA A100 SXM data sheet", **_A100), _NVLINK3, _IB_HDR),
-    "H100": (_gpu("H100", 80, 3350, "hopper", "NVIDIA H100 SXM data sheet", **_H100), _NVLINK4, _IB_NDR),
-    "H100-PCIe": (
-        _gpu("H100-PCIe", 80, 2000, "hopper", "NVIDIA H100 PCIe data sheet", **_H100_PCIE),
-        _PCIE5,
-        _IB_NDR_ASSUMED,
-    ),
-    "H200": (_gpu("H200", 141, 4800, "hopper", "NVIDIA H200 SXM data sheet", **_H100), _NVLINK4, _IB_NDR),
-    "L4": (
-        _gpu("L4", 24, 300, "ampere", "NVIDIA L4 data sheet", float32=30.3, bfloat16=121, float16=121),
-        _PCIE4,
-        _ETHERNET,
-    ),
-    "MI300X": (
-        _gpu(
-            "MI300X",
-            192,
-            5300,
-            "hopper",
-            "AMD Instinct MI300X data sheet; limits of collectives assumed as NCCL's on Hopper",
-            **_MI300X,
-        ),
-        _INFINITY,
-        _ROCE_400,
-    ),
-    LOCAL_NAME: (_CPU_CORE, _GLOO, _GLOO),
-}
+_GPUS: tuple[Entry, ...] = (
+    (_gpu("A40", 48, 696, "ampere", "NVIDIA A40 data sheet", _A40), _PCIE4, _IB_HDR_ASSUMED),
+    (_gpu("A100-40G", 40, 1555, "ampere", "NVIDIA A100 SXM data sheet", _A100), _NVLINK3, _IB_HDR),
+    (_gpu("A100-80G", 80, 2039, "ampere", "NVIDIA A100 SXM data sheet", _A100), _NVLINK3, _IB_HDR),
+    (_gpu("H100", 80, 3350, "hopper", "NVIDIA H100 SXM data sheet", _H100), _NVLINK4, _IB_NDR),
+    (_gpu("H100-PCIe", 80, 2000, "hopper", "NVIDIA H100 PCIe data sheet", _H100_PCIE), _PCIE5, _IB_NDR_ASSUMED),
+    (_gpu("H200", 141, 4800, "hopper", "NVIDIA H200 SXM data sheet", _H100), _NVLINK4, _IB_NDR),
+    (_gpu("L4", 24, 300, "ampere", "NVIDIA L4 data sheet", _L4), _PCIE4, _ETHERNET),
+    (_gpu("MI300X", 192, 5300, "hopper", _MI300X_SOURCE, _MI300X), _INFINITY, _ROCE_400),
+)
+DEVICES: Mapping[str, Entry] = {entry[0].name: entry for entry in (*_GPUS, (_CPU_CORE, _GLOO, _GLOO))}
 """Device name -> entry. NVLink bridges between pairs of A40 or H100 PCIe are not modelled: all pairs use PCIe."""

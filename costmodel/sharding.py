@@ -10,22 +10,14 @@ from dataclasses import dataclass, replace
 
 from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, reduce_scatter_s, ring_s
+from mmcompile.costmodel.comm import collective_s, ring_s
 from mmcompile.costmodel.compute import LayerCost, seconds
 from mmcompile.errors import ConfigError
 
 _SHARED = (
     *("forward_flops", "input_grad_flops", "weight_grad_flops", "attention_flops", "attention_backward_flops"),
-    *(
-        "activation_bytes",
-        "selective_bytes",
-        "full_bytes",
-        "unsaved_bytes",
-        "working_bytes",
-        "output_bytes",
-        "kv_bytes",
-    ),
-    "kept_forward_bytes",
+    *("activation_bytes", "selective_bytes", "full_bytes", "unsaved_bytes", "working_bytes"),
+    *("output_bytes", "kv_bytes", "kept_forward_bytes"),
 )
 """Fields of `LayerCost` that are divided over ranks, under tensor parallelism as under context parallelism."""
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,12 +50,10 @@ class TensorShare:
 
     @classmethod
     def assumed(cls, cost: LayerCost) -> TensorShare:
-        """Return the share assumed for a layer of which only the cost is known.
+        """Return the share assumed for a layer of which only the cost is known: all parameters are sharded.
 
-        Attention and what follows it are one block each.
-
-        A block all-reduces its output in the forward and the gradient of its input in the backward, both of the size of
-        the layer's output; all parameters are sharded.
+        Attention and what follows it are one block each. A block all-reduces its output in the forward and the gradient of its
+        input in the backward, both of the size of the layer's output.
         """
         blocks = 2 if cost.attention_flops else 1
         return cls(
@@ -94,9 +84,7 @@ def tensor_parallel(
 
     By default FLOPs and all bytes saved or sent on are divided; kernels are as many as before. Ranks add up results in
     the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward.
-    No computation hides these collectives.
-
-    Assumed: the ranks share a node.
+    No computation hides these collectives. Assumed: the ranks share a node.
 
     Args:
         cost: cost of the layer that keeps everything.
@@ -126,7 +114,7 @@ def tensor_parallel(
 
 def _added_up_s(count: int, num_bytes: int, degree: int, cluster: Cluster) -> float:
     """Return the exposed seconds of `count` all-reduces of equal size."""
-    return count * all_reduce_s(num_bytes / count, degree, cluster) if count else 0.0
+    return count * collective_s("all_reduce", num_bytes / count, degree, cluster) if count else 0.0
 
 
 def _held(num_bytes: int, in_parts: int, degree: int) -> int:
@@ -154,7 +142,6 @@ def context_parallel(
     The layer must do all its work by tokens: embeddings that merge other components' rows stay whole.
 
     Args:
-        dtype: dtype of the computation.
         steps: number n of groups of heads.
         recompute: `"full"` attends once more in the backward, with another gather.
         stride: distance between the ranks' numbers; tensor-parallel ranks lie between.
@@ -171,7 +158,8 @@ def context_parallel(
     attention_s = _attention_s(cost.attention_backward_flops - repeated, degree, cluster, dtype)
     backward_s = _exposed(gather_s + return_s, attention_s, steps) + (forward_s if repeated else 0.0)
     return replace(
-        _divided(cost, degree),
+        cost,
+        **{name: getattr(cost, name) // degree for name in _SHARED},
         forward_bytes=_moved(cost.forward_bytes, cost.parameter_bytes, degree),
         backward_bytes=_moved(cost.backward_bytes, cost.parameter_bytes, degree),
         forward_exchange_s=cost.forward_exchange_s / degree + forward_s,
@@ -192,8 +180,8 @@ def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str)
     """
     if degree == 1:
         return cost
-    gather_s = all_gather_s(cost.parameter_bytes, degree, cluster)
-    reduce_s = reduce_scatter_s(cost.trainable_bytes, degree, cluster)
+    gather_s = collective_s("all_gather", cost.parameter_bytes, degree, cluster)
+    reduce_s = collective_s("reduce_scatter", cost.trainable_bytes, degree, cluster)
     forward_s = seconds(cost.forward_flops, cost.forward_bytes, cost.kernels, cluster.device, dtype)
     flops = cost.input_grad_flops + cost.weight_grad_flops
     backward_s = seconds(flops, cost.backward_bytes, cost.backward_kernels, cluster.device, dtype)
@@ -213,10 +201,6 @@ def element_bytes(dtype: str) -> int:
     if dtype not in _ELEMENT_BYTES:
         raise ConfigError(f"no computation in dtype {dtype!r}; known are {', '.join(_ELEMENT_BYTES)}")
     return _ELEMENT_BYTES[dtype]
-
-
-def _divided(cost: LayerCost, degree: int) -> LayerCost:
-    return replace(cost, **{name: getattr(cost, name) // degree for name in _SHARED})
 
 
 def _attention_s(flops: int, degree: int, cluster: Cluster, dtype: str) -> float:

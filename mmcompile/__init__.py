@@ -61,31 +61,8 @@ _MODULES = {
 }
 """Public name -> module that defines it."""
 
-__all__ = [
-    "Callbacks",
-    "Cluster",
-    "ComposedModel",
-    "ComposedProcessor",
-    "ElasticEngine",
-    "Encoder",
-    "Engine",
-    "IterableBatches",
-    "MMCompileError",
-    "MapBatches",
-    "ParameterGroup",
-    "Plan",
-    "capture",
-    "component_module",
-    "compose",
-    "elastic",
-    "example_batch",
-    "freeze",
-    "pack",
-    "parallelize",
-    "plan",
-    "skeleton",
-    "stage_programs",
-]
+if not TYPE_CHECKING:
+    __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

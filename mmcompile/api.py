@@ -77,7 +77,6 @@ def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
     """Set matching parameters to train and freeze all others.
 
     Args:
-        model: model whose `requires_grad` flags are set.
         train: `"all"`, or patterns over parameter names: a component or module name (`projector`, `language_model`), or a
             glob (`*.lora_*`).
 
@@ -171,17 +170,7 @@ def planned(
     inputs: PlanInputs,
     on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
-    """Find the plan of a request.
-
-    Args:
-        subject: model and batch to plan for.
-        request: options of the plan.
-        inputs: values of options that the request holds as text or file names.
-        on_phase: receives the name and seconds of each phase.
-
-    Raises:
-        PlanError, ConfigError: as `plan`.
-    """
+    """Find the plan of a request as `plan` does; `inputs` are values of options that the request holds as text or file names."""
     inputs = replace(inputs, packing=subject.packing)
     on_phase = on_phase or (lambda name, seconds: None)
     started = time.perf_counter()
@@ -232,9 +221,6 @@ def stage_programs(
     """Return the programs that the stages of a plan run for batches like `batch`, by stage name.
 
     Args:
-        model: the model that the plan was made for.
-        batch: one microbatch.
-        plan: plan that assigns layers to stages.
         passes: own passes that the plan was made with; they run on the whole model, before it is split over ranks.
     """
     captured = captured_step(model, batch)

@@ -76,11 +76,15 @@ class CapturedModel:
         return replace(captured, graph=replace(captured.graph, num_samples=self.num_samples))
 
 
+def text_config(model: nn.Module) -> Any:
+    """Return the config of a Hugging Face model's language model, which has fields of its own in each family; None without."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def padding(model: nn.Module) -> dict[str, int]:
     """Return {"input_ids": pad token id} if the model's text config names a pad token, else an empty dict."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    pad = getattr(text, "pad_token_id", None)
+    pad = getattr(text_config(model), "pad_token_id", None)
     return {} if pad is None else {"input_ids": int(pad)}
 
 

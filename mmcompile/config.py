@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, cast, get_args, get_origin, get_type_hints
 
 from mmcompile.errors import ConfigError
 
@@ -92,19 +92,23 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return tuple(text for part in (hint, *get_args(hint)) if get_origin(part) is Literal for text in get_args(part))
 
 
-def _check_fields(config: Any) -> None:
-    """Refuse numbers below a field's least and texts that are none of its choices. Raises ConfigError."""
-    hints = get_type_hints(type(config))
-    for own in fields(config):
-        value, least, choices = getattr(config, own.name), own.metadata.get("least"), choices_of(hints[own.name])
-        if least is not None and isinstance(value, int | float) and value < least:
-            raise ConfigError(f"{own.name} is {value}; give {least:g} or more")
-        if isinstance(value, str) and choices and value not in choices:
-            raise ConfigError(f"{own.name} is {value!r}; choose one of {', '.join(choices)}")
+class _Options:
+    """Base of the options of a topic, which refuses numbers below a field's least and texts that are none of its choices."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for own in fields(cast(Any, self)):
+            value, least, choices = getattr(self, own.name), own.metadata.get("least"), choices_of(hints[own.name])
+            if least is not None and isinstance(value, int | float) and value < least:
+                raise ConfigError(f"{own.name} is {value}; give {least:g} or more")
+            if isinstance(value, str) and choices and value not in choices:
+                raise ConfigError(f"{own.name} is {value!r}; choose one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(_Options):
     """A model before it is planned: which parameters train, and their type."""
 
     train: Sequence[str] = _option((), shown="as the model is: all")
@@ -114,12 +118,9 @@ class ModelConfig:
     random_weights: bool = False
     """Start from random weights, not stored ones."""
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExampleConfig:
+class ExampleConfig(_Options):
     """Shape of the example batch that a model is captured on where it brings none (`mmcompile.example_batch`)."""
 
     batch_size: int = _option(2, least=1)
@@ -133,12 +134,9 @@ class ExampleConfig:
     audios: int = _option(1, least=0)
     """Sounds of a sample, where the model takes any."""
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
+class PlanRequest(_Options):
     """Request for a plan; None leaves a choice to the planner.
 
     Without `global_batch`, each replica of the language model computes `num_microbatches` times the captured batch in a step.
@@ -231,7 +229,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        _check_fields(self)
+        _Options.__post_init__(self)
         self._check_attention()
         if self.global_batch is None:
             self._check_without_search()
@@ -274,7 +272,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(_Options):
     """Options of training that the Python API and `mmcompile train` share (`mmcompile.Engine`)."""
 
     balance: str | None = _option(None, metavar="NAME", shown="auto; arrival with templates")
@@ -302,11 +300,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}; wanted the number of calls to an update, 1 or more")
-        _check_fields(self)
+        _Options.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
+class RunConfig(_Options):
     """Length and data of a training run of the command line."""
 
     steps: int = _option(100, least=1)
@@ -320,12 +318,9 @@ class RunConfig:
     pack: bool = False
     """Pack the texts of a microbatch into one row instead of padding them."""
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig:
+class ElasticConfig(_Options):
     """Options of a run that continues when nodes die (`mmcompile.elastic`), beside those of training."""
 
     save_every: int | None = _option(None, least=1, shown="the end only")
@@ -334,6 +329,3 @@ class ElasticConfig:
     """Longest seconds from a failure to the next step, in a run with templates; all other waits follow from it."""
     max_restarts: int = _option(3, least=0)
     """Times that a node's workers are started anew, in a run with templates."""
-
-    def __post_init__(self) -> None:
-        _check_fields(self)

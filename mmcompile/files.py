@@ -11,16 +11,9 @@ from mmcompile.errors import OutputError
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
-    """Write a file atomically; its folder is made if missing.
+    """Write a file atomically, text as UTF-8, and return its path; its folder is made if missing.
 
     The bytes go to a temporary file in the same folder, reach the disk, and take the name in one rename.
-
-    Args:
-        path: the file; one that exists is replaced.
-        data: bytes, or text written as UTF-8.
-
-    Returns:
-        The path written.
 
     Raises:
         OutputError: it cannot be written (disk full, no permission, a folder in its place); nothing changed under its

@@ -12,7 +12,7 @@ import torch
 
 from mmcompile.codegen.cut import cut
 from mmcompile.codegen.stage_programs import links
-from mmcompile.config import DEFAULT_MICROBATCHES, SOLVER_SECONDS, Attention, Components, PlanRequest, Recompute
+from mmcompile.config import DEFAULT_MICROBATCHES, SOLVER_SECONDS, Components, PlanRequest
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.readers import read_stats
@@ -93,11 +93,6 @@ class PlanInputs:
         )
 
 
-def _attention(request: PlanRequest) -> Attention:
-    """Return the attention of a request: by default bitfield under context parallelism, else the model's own."""
-    return request.attention or ("bitfield" if (request.context_parallel or 1) > 1 else "model")
-
-
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
     """Return the search space of a request: all degrees with a global batch, else only what the engine runs."""
     if request.global_batch is None:
@@ -106,25 +101,15 @@ def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bo
         cp = request.context_parallel or 1
         space = SearchSpace.everything(cluster, context_parallel=can_share_tokens)
         space = replace(space, cp=space.cp if cp == 1 else (cp,))
+    chosen = request.recompute
     return replace(
         space,
         tp=_tensor_degrees(request, space),
         schedules=space.schedules if request.schedule is None else (request.schedule,),
         placements=space.placements if request.placement is None else (request.placement,),
-        recomputes=_recomputes(request, space),
+        recomputes=RECOMPUTES if chosen == "auto" else space.recomputes if chosen is None else (chosen,),
         microbatches=space.microbatches if request.num_microbatches is None else (request.num_microbatches,),
     )
-
-
-def _recomputes(request: PlanRequest, space: SearchSpace) -> tuple[Recompute, ...]:
-    """Return the recomputation modes to search for all layers; for "auto" all modes, cheapest first."""
-    match request.recompute:
-        case None:
-            return space.recomputes
-        case "auto":
-            return RECOMPUTES
-        case _:
-            return (request.recompute,)
 
 
 def _tensor_degrees(request: PlanRequest, space: SearchSpace) -> tuple[int, ...]:
@@ -161,7 +146,6 @@ def make_plan(
     Args:
         captured: capture annotated by gradient-flow.
         batch: captured batch, completed with positions.
-        request: options of the plan.
         inputs: values of options that the request holds as text or file names.
         fingerprint: model and library versions that the plan is made for.
         on_phase: receives the seconds of `"cost"`, `"search"`, `"proof"` and `"templates"` where there are any, and `"links"`.
@@ -169,13 +153,18 @@ def make_plan(
     Raises:
         PlanError, ConfigError: see `mmcompile.plan`.
     """
-    attention, clock = _attention(request), _Clock(on_phase)
+    attention = request.attention or ("bitfield" if (request.context_parallel or 1) > 1 else "model")
+    clock = _Clock(on_phase)
     autocast = _components(captured.graph, request.autocast)
     captured, table = run_planning_passes(captured, batch, attention=attention, autocast=autocast, own=inputs.passes)
     graph = captured.graph
     dtype = "bfloat16" if graph.loss_component in autocast else graph.main_dtype
     _check_calibration(inputs, dtype)
-    can_share_tokens = _searches_tokens(request) and _can_share_tokens(captured)
+    # The context-parallel degree is searched only then.
+    searches_tokens = (
+        request.attention == "bitfield" and request.context_parallel is None and bool(request.global_batch)
+    )
+    can_share_tokens = searches_tokens and _can_share_tokens(captured)
     space = search_space(request, inputs.cluster, can_share_tokens=can_share_tokens)
     axes = tensor_axes(graph, max(space.tp), table) if max(space.tp) > 1 else {}
     clock.done("cost")
@@ -195,20 +184,25 @@ def make_plan(
     found = plan_of(search, best, strategy=request.strategy)
     _check_shared(found, request.fsdp)
     cp = found.context_parallel
-    head_stride = _shared(graph, cp, inputs.cluster, dtype).head_stride if cp > 1 else 0
+    shared = SharedTokens(graph=graph, num_ranks=cp, cluster=inputs.cluster, dtype=dtype)
     pricing = replace(problem.pricing, table=table, given_cp=1)
     loads = geometries(graph, table.loads, batch, packed=inputs.packing is not None)
     found = replace(
         found,
         attention=attention,
         autocast=autocast,
-        head_stride=head_stride,
+        head_stride=shared.head_stride if cp > 1 else 0,
         notes=(
             *found.notes,
             *notes,
             *more,
             *([str(inputs.packing)] if inputs.packing else []),
-            *_tensor_notes(found, axes),
+            *(
+                _tensor_note(name, chain.tp, axes[name])
+                for chain in found.chains
+                for name in chain.components
+                if chain.tp > 1
+            ),
         ),
         packing=inputs.packing,
         resilience=resilience,
@@ -341,13 +335,8 @@ def _check_shared(plan: Plan, fsdp: Components | None) -> None:
         raise ConfigError("fsdp has no effect: every chain has 1 replica; give replicas, or leave fsdp out")
 
 
-def _tensor_notes(plan: Plan, axes: Mapping[str, TensorAxes]) -> list[str]:
-    """Return a note for each tensor-parallel component: which tensors are divided, and which stay whole."""
-    chains = [chain for chain in plan.chains if chain.tp > 1]
-    return [_tensor_note(name, chain.tp, axes[name]) for chain in chains for name in chain.components]
-
-
 def _tensor_note(name: str, degree: int, own: TensorAxes) -> str:
+    """Return a note on a tensor-parallel component: which tensors are divided, and which stay whole."""
     if degree not in own.degrees:
         why = own.reasons.get(degree, f"{degree} is no power of two")
         return f"{name} is no even work for {degree} ranks that share tensors: {why}; what does not divide is computed by each"
@@ -359,15 +348,11 @@ def _tensor_note(name: str, degree: int, own: TensorAxes) -> str:
 
 def _linked(captured: Capture, plan: Plan) -> Plan:
     """Return the plan with the tensors that stages exchange; a plan that runs layers in several stages has no such programs."""
-    layers = [(s.component, i) for stage in plan.stages for s in stage.segments for i in range(s.first, s.last)]
+    layers = [layer for stage in plan.stages for layer in stage.layers]
     if len(set(layers)) < len(layers):
         return plan
     parts = cut(with_context_parallel(captured, plan.context_parallel, plan.head_stride).graph, plan)
     return replace(plan, links=links(parts), shared_values=parts.shared_values)
-
-
-def _shared(graph: ModelGraph, num_ranks: int, cluster: Cluster, dtype: str) -> SharedTokens:
-    return SharedTokens(graph=graph, num_ranks=num_ranks, cluster=cluster, dtype=dtype)
 
 
 def _with_shared_tokens(
@@ -377,21 +362,14 @@ def _with_shared_tokens(
 
     Nothing is measured at a load that is not known; then no component is, for measured and analytic seconds do not compare.
     """
-    layers = _shared(graph, num_ranks, inputs.cluster, dtype).costs(table.layers)
+    shared = SharedTokens(graph=graph, num_ranks=num_ranks, cluster=inputs.cluster, dtype=dtype)
+    layers = shared.costs(table.layers)
     if inputs.calibration is not None:
         return CostTable(layers=layers)
-    rest = {name for name in layers if name != graph.loss_component}
-    return CostTable(
-        layers=layers,
-        loads={name: load for name, load in table.loads.items() if name in rest},
-        growing={name: costs for name, costs in table.growing.items() if name in rest},
-        captured_loads={name: load for name, load in table.captured_loads.items() if name in rest},
-    )
-
-
-def _searches_tokens(request: PlanRequest) -> bool:
-    """Return True if the context-parallel degree is searched."""
-    return request.attention == "bitfield" and request.context_parallel is None and request.global_batch is not None
+    loads, growing, captured_loads = dict(table.loads), dict(table.growing), dict(table.captured_loads)
+    for known in (loads, growing, captured_loads):
+        known.pop(graph.loss_component, None)
+    return CostTable(layers=layers, loads=loads, growing=growing, captured_loads=captured_loads)
 
 
 def _can_share_tokens(captured: Capture) -> bool:

@@ -60,7 +60,6 @@ def profile(
         model: model with the `requires_grad` flags it will train with.
         batches: microbatches of different sizes, all with every modality.
         device_name: name of the device in clusters.
-        device: device to measure on.
         rounds: number of rounds of each measurement.
         on_progress: called before each measurement.
 
@@ -146,7 +145,8 @@ class _MeasuredModel:
             self.captured.sizes.bind(tensors)
             self.captured.host.run(tensors)
 
-        return _median(Timer(torch.device("cpu")), prepare, rounds)
+        timer = Timer(torch.device("cpu"))
+        return statistics.median([timer.run(prepare)[0] for _ in range(_WARM_UP + rounds)][_WARM_UP:])
 
     def measure(self, place: Place, device: torch.device, rounds: int) -> LayerTimes:
         """Return the median seconds of forward, input gradient and weight gradient of a layer."""
@@ -172,10 +172,6 @@ class _MeasuredModel:
             input_grad_s=min(input_s, whole_s),
             weight_grad_s=max(whole_s - input_s, 0.0),
         )
-
-
-def _median(timer: Timer, work: Callable[[], object], rounds: int) -> float:
-    return statistics.median([timer.run(work)[0] for _ in range(_WARM_UP + rounds)][_WARM_UP:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,12 +49,7 @@ class GraphCut:
 def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
     """Cut `graph` along the layers of `plan`. Nodes must be annotated by gradient-flow."""
     order = [stage.name for stage in plan.stages]
-    place = {
-        (s.component, layer): stage.name
-        for stage in plan.stages
-        for s in stage.segments
-        for layer in range(s.first, s.last)
-    }
+    place = {layer: stage.name for stage in plan.stages for layer in stage.layers}
     calls = graph.calls
     owner: dict[fx.Node, str] = {}
     for node in calls:

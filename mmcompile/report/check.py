@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,15 +10,14 @@ from typing import Literal
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.load import Load
 from mmcompile.data.sample import SampleShape
-from mmcompile.ir.graph import Component, ComponentKind, ParameterSpec
+from mmcompile.ir.graph import Component, ComponentKind
 from mmcompile.planner.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
-from mmcompile.planner.plan.stage_rows import milliseconds
 from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.report.sample_loads import slot_samples
 from mmcompile.report.study import Study
-from mmcompile.units import format_bytes, format_count
+from mmcompile.units import counted, format_bytes, format_count, milliseconds
 
 Severity = Literal["problem", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
@@ -32,7 +32,7 @@ class Finding:
 
     severity: Severity
     what: str
-    do: str
+    do: str = ""
     """Action to take; "" if there is none."""
 
     def __str__(self) -> str:
@@ -51,22 +51,16 @@ class CheckReport:
         return all(finding.severity != "problem" for finding in self.findings)
 
     def __str__(self) -> str:
-        counts = [(name, sum(finding.severity == name for finding in self.findings)) for name in _ORDER]
-        total = ", ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts if count)
+        counts = Counter(finding.severity for finding in self.findings)
+        total = ", ".join(counted(counts[name], name) for name in _ORDER if counts[name])
         return "\n".join([*map(str, self.findings), total or "nothing found"])
 
 
 def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
-    """Check a study and a plan.
-
-    Args:
-        study: model with costs and dataset.
-        plan: plan to check; None if planning failed.
-        refused: reason of that failure; "" if there is a plan.
-    """
+    """Check a study and a plan. If planning failed, the plan is None, and `refused` is the reason."""
     found = [*_gradients(study), *_dataset(study)]
     if plan is None:
-        found.append(Finding(severity="problem", what=f"no plan: {refused}", do=""))
+        found.append(Finding(severity="problem", what=f"no plan: {refused}"))
     else:
         found += [*_memory(study, plan), *_pace(plan)]
     return CheckReport(findings=tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
@@ -83,6 +77,7 @@ def _gradients(study: Study) -> Iterator[Finding]:
         return
     rows = {row.component: row for row in report.components}
     silent = [name for name, row in rows.items() if row.trainable and not row.receiving]
+    owners = {name: component.name for component in graph.components for name in _parameters(component)}
     for name in silent:
         yield Finding(
             severity="problem",
@@ -90,7 +85,6 @@ def _gradients(study: Study) -> Iterator[Finding]:
             do="the loss does not depend on it through differentiable operations; freeze it, or mend the model",
         )
     specs = {spec.name: spec for spec in trainable}
-    owners = _owners(study)
     unused = [specs[name] for name in sorted(report.unused) if owners.get(name) not in silent]
     if unused:
         wasted = _OPTIMIZER_COPIES * sum(spec.num_bytes for spec in unused)
@@ -100,30 +94,16 @@ def _gradients(study: Study) -> Iterator[Finding]:
             do=f"freeze them: their gradients and optimizer state could take {format_bytes(wasted)} for nothing",
         )
     for component in graph.components:
-        if not rows[component.name].trainable and _own(component, graph.parameters):
-            yield Finding(severity="note", what=_frozen(component, study), do="")
+        row, names = rows[component.name], _parameters(component)
+        own = [spec.num_elements for spec in graph.parameters if spec.name in names]
+        if own and not row.trainable:
+            passes = "gradient passes through it to what trains before" if row.carrying else "it runs forward only"
+            what = f"{component.name} is frozen ({format_count(sum(own))} parameters): {passes}"
+            yield Finding(severity="note", what=what)
 
 
-def _owners(study: Study) -> dict[str, str]:
-    """Return parameter -> the component it belongs to."""
-    return {
-        name: component.name
-        for component in study.graph.components
-        for layer in component.layers
-        for name in layer.parameters
-    }
-
-
-def _own(component: Component, parameters: Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    names = {name for layer in component.layers for name in layer.parameters}
-    return [spec for spec in parameters if spec.name in names]
-
-
-def _frozen(component: Component, study: Study) -> str:
-    count = sum(spec.num_elements for spec in _own(component, study.graph.parameters))
-    row = next(row for row in study.gradients.components if row.component == component.name)
-    passes = "gradient passes through it to what trains before" if row.carrying else "it runs forward only"
-    return f"{component.name} is frozen ({format_count(count)} parameters): {passes}"
+def _parameters(component: Component) -> set[str]:
+    return {name for layer in component.layers for name in layer.parameters}
 
 
 def _dataset(study: Study) -> Iterator[Finding]:
@@ -131,9 +111,9 @@ def _dataset(study: Study) -> Iterator[Finding]:
     stats, workload = study.workload.stats, study.workload
     if stats is None:
         return
-    rows = {row.component: row for row in study.gradients.components}
+    trainable = {row.component: row.trainable for row in study.gradients.components}
     for name in workload.absent():
-        trains = rows[name].trainable
+        trains = trainable[name]
         yield Finding(
             severity="problem" if trains else "warning",
             what=f"no sample of {stats.name} has anything for {name}"
@@ -141,20 +121,16 @@ def _dataset(study: Study) -> Iterator[Finding]:
             do="check the dataset, or freeze it" if trains else "check the dataset, or train a model without it",
         )
     for component in study.graph.components:
-        without = sum(not _rows(study, component, shape) for shape in stats.samples) / len(stats.samples)
+        without = sum(not _rows(study, component.name, shape) for shape in stats.samples) / len(stats.samples)
         if component.kind is ComponentKind.ENCODER and 0 < without < 1:
-            yield Finding(
-                severity="note", what=f"{without:.0%} of the samples have nothing for {component.name}", do=""
-            )
+            yield Finding(severity="note", what=f"{without:.0%} of the samples have nothing for {component.name}")
     if stats.shares["text"] < 1:
-        yield Finding(
-            severity="note", what=f"{1 - stats.shares['text']:.0%} of the samples have no text of their own", do=""
-        )
+        yield Finding(severity="note", what=f"{1 - stats.shares['text']:.0%} of the samples have no text of their own")
     yield from _too_long(study)
 
 
-def _rows(study: Study, component: Component, shape: SampleShape) -> float:
-    return study.workload.loads([shape])[component.name].tokens
+def _rows(study: Study, component: str, shape: SampleShape) -> float:
+    return study.workload.loads([shape])[component].tokens
 
 
 def _too_long(study: Study) -> Iterator[Finding]:
@@ -164,12 +140,10 @@ def _too_long(study: Study) -> Iterator[Finding]:
     if stats is None or limit is None:
         return
     shapes = {shape.name: shape for shape in stats.heaviest()}.values()
-    lengths = sorted(
-        ((study.workload.loads([shape])[component].tokens, shape) for shape in shapes), key=lambda item: -item[0]
-    )
+    lengths = ((_rows(study, component, shape), shape) for shape in shapes)
     long = [item for item in lengths if item[0] > limit]
     if long:
-        length, shape = long[0]
+        length, shape = max(long, key=lambda item: item[0])
         yield Finding(
             severity="problem",
             what=f"sample {shape.name} makes {length:.0f} tokens, {component} has positions for {limit}"
@@ -200,7 +174,7 @@ def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
             do="recompute more, plan for smaller microbatches or more ranks a stage, or cap such samples",
         )
     if len(over) > _MAX_NAMES:
-        yield Finding(severity="problem", what=f"{len(over) - _MAX_NAMES} more stages do not fit either", do="")
+        yield Finding(severity="problem", what=f"{len(over) - _MAX_NAMES} more stages do not fit either")
     size, load = max(loads, key=lambda item: item[0])
     if not over:
         share = size / limit
@@ -217,19 +191,18 @@ def _stage_bytes(
 ) -> int:
     """Return peak bytes of a stage if one microbatch in flight is the heaviest and the others are average."""
     predicted = stage.prediction
-    held = predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes
     if not predicted.in_flight:
-        return held + predicted.activation_bytes
+        return predicted.total_bytes
     modes, mixed = stage.modes, uniform_mode([stage]) == "mixed"
     heavy: list[LayerCost] = []
-    for component, layer in ((part.component, at) for part in stage.segments for at in range(part.first, part.last)):
+    for component, layer in stage.layers:
         mode = modes.get((component, layer), "none")
         sharding = LayerSharding(
             tp=chain.tp, cp=chain.cp, fsdp=chain.dp if chain.fsdp else 1, recompute=mode, mixed=mixed
         )
         heavy.append(pricing.costs(component, worst[component], sharding)[layer])
-    others = (predicted.in_flight - 1) * (predicted.activation_bytes // predicted.in_flight)
-    return held + others + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)
+    held = predicted.fixed_bytes + (predicted.in_flight - 1) * predicted.saved_bytes
+    return held + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)
 
 
 def _culprit(study: Study, samples: Sequence[str]) -> str:
@@ -239,9 +212,7 @@ def _culprit(study: Study, samples: Sequence[str]) -> str:
         return "the example batch: "
     shape = next(shape for shape in stats.heaviest() if shape.name == samples[0])
     parts = [
-        f"{len(shape.images)} image{'s' if len(shape.images) > 1 else ''}, {shape.patches} patches"
-        if shape.images
-        else "",
+        f"{counted(len(shape.images), 'image')}, {shape.patches} patches" if shape.images else "",
         f"{shape.frames} audio frames" if shape.audios else "",
         f"{shape.text_tokens} text tokens" if shape.text_tokens else "",
     ]
@@ -266,13 +237,9 @@ def _pace(plan: Plan) -> Iterator[Finding]:
             else f"no straggler: the slowest stage, {slowest.name}, is within {EVEN:.0%} of the others",
             do="`mmcompile explain` says why, and what a move would change" if straggles else "",
         )
-    used = len({rank for stage in plan.stages for rank in stage.ranks})
-    if used < plan.cluster.num_devices:
-        yield Finding(
-            severity="note",
-            what=f"{plan.cluster.num_devices - used} of {plan.cluster.num_devices} devices have no work",
-            do="",
-        )
+    idle, devices = plan.cluster.num_devices - len({r for s in plan.stages for r in s.ranks}), plan.cluster.num_devices
+    if idle > 0:
+        yield Finding(severity="note", what=f"{idle} of {devices} devices have no work")
 
 
 def _names(names: Iterator[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from mmcompile.planner.plan.bottlenecks import rank_loads
@@ -12,7 +12,7 @@ from mmcompile.planner.plan.plan_record import Chain, Stage
 from mmcompile.planner.plan.stage_rows import recompute_text
 from mmcompile.planner.resilience.resilience import figures
 from mmcompile.planner.resilience.template import Template
-from mmcompile.units import format_bytes, format_seconds
+from mmcompile.units import counted, format_bytes, format_seconds, labelled
 
 Unit = Literal["s", "bytes", "share", ""]
 _EQUAL = 1e-9
@@ -98,20 +98,17 @@ class PlanDiff:
     @property
     def is_empty(self) -> bool:
         """True if the plans do not differ."""
-        return not (self.settings or self.layout or self.figures or self.moved or self.stages or self.templates)
+        return not any(getattr(self, section.name) for section in fields(self))
 
     def __str__(self) -> str:
         if self.is_empty:
             return "no difference"
-        sections: Mapping[str, tuple[object, ...]] = {
-            "settings": self.settings,
-            "layout": self.layout,
-            "figures": self.figures,
-            "moved": self.moved,
-            "stages": self.stages,
-            "templates": self.templates,
-        }
-        return "\n".join(line for name, rows in sections.items() for line in _section(name, rows))
+        lines: list[str] = []
+        for section in fields(self):
+            rows: tuple[object, ...] = getattr(self, section.name)
+            left = [f"and {len(rows) - _MAX_ROWS} more"] if len(rows) > _MAX_ROWS else []
+            lines += labelled(section.name, [*rows[:_MAX_ROWS], *left], 10)
+        return "\n".join(lines)
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
@@ -124,13 +121,6 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         stages=tuple(_stages(before, after)),
         templates=tuple(_templates(before, after)),
     )
-
-
-def _section(name: str, rows: tuple[object, ...]) -> Iterator[str]:
-    for index, row in enumerate(rows[:_MAX_ROWS]):
-        yield f"{name if index == 0 else '':<10}{row}"
-    if len(rows) > _MAX_ROWS:
-        yield f"{'':<10}and {len(rows) - _MAX_ROWS} more"
 
 
 def _settings(plan: Plan) -> dict[str, str]:
@@ -156,8 +146,8 @@ def _layout(plan: Plan) -> dict[str, str]:
 
 
 def _degrees(chain: Chain) -> str:
-    ranks = len({rank for stage in chain.stages for rank in stage.ranks})
-    return f"tp {chain.tp} cp {chain.cp} pp {len(chain.stages)} dp {chain.dp} on {ranks} rank{'s' if ranks > 1 else ''}"
+    ranks = counted(len({rank for stage in chain.stages for rank in stage.ranks}), "rank")
+    return f"tp {chain.tp} cp {chain.cp} pp {len(chain.stages)} dp {chain.dp} on {ranks}"
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[ChangedSetting]:
@@ -202,7 +192,7 @@ def _stage_figures(stage: Stage) -> dict[str, tuple[float, Unit]]:
     return {
         "layers": (len(stage.layer_names), ""),
         "forward": (predicted.forward_s, "s"),
-        "backward": (predicted.backward_s, "s"),
+        "backward": (predicted.times.backward_s, "s"),
         "memory": (predicted.total_bytes, "bytes"),
     }
 
@@ -211,7 +201,7 @@ def _templates(before: Plan, after: Plan) -> Iterator[ChangedSetting]:
     yield from _changed(_promise(before), _promise(after))
     one, two = _by_size(before), _by_size(after)
     for size in sorted(one.keys() | two.keys()):
-        name = f"{size} node{'s' * (size > 1)}"
+        name = counted(size, "node")
         yield from _changed({name: _words(one.get(size), two.get(size))}, {name: _words(two.get(size), one.get(size))})
 
 
@@ -241,32 +231,18 @@ def _words(template: Template | None, other: Template | None) -> str:
     return f"{figures(template)}: {stage}" if stage else figures(template)
 
 
-def _moved(before: Plan, after: Plan) -> Iterator[LayerMove]:
-    """Yield runs of layers with the same old and the same new stage."""
-    one, two = _homes(before), _homes(after)
-    run: LayerMove | None = None
-    for (component, layer), home in one.items():
-        goal = two.get((component, layer))
-        if goal is None or goal == home:
-            continue
-        if run and (run.component, run.last, run.before, run.after) == (component, layer - 1, home, goal):
-            run = LayerMove(component=component, first=run.first, last=layer, before=home, after=goal)
-            continue
-        if run:
-            yield run
-        run = LayerMove(component=component, first=layer, last=layer, before=home, after=goal)
-    if run:
-        yield run
-
-
-def _homes(plan: Plan) -> dict[tuple[str, int], str]:
-    """Return (component, layer) -> name of its stage."""
-    return {
-        (segment.component, layer): stage.name
-        for stage in plan.stages
-        for segment in stage.segments
-        for layer in range(segment.first, segment.last)
-    }
+def _moved(before: Plan, after: Plan) -> list[LayerMove]:
+    """Return runs of layers with the same old and the same new stage."""
+    homes, goals = ({layer: own.name for own in plan.stages for layer in own.layers} for plan in (before, after))
+    moves: list[LayerMove] = []
+    for (component, layer), home in homes.items():
+        goal = goals.get((component, layer), home)
+        if goal != home:
+            move = LayerMove(component=component, first=layer, last=layer, before=home, after=goal)
+            if moves and moves[-1] == replace(move, first=moves[-1].first, last=layer - 1):
+                move = replace(move, first=moves.pop().first)
+            moves.append(move)
+    return moves
 
 
 def _value(value: float, unit: Unit) -> str:

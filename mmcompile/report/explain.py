@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, RankGroup, causes, chain_of_stage, memory_bytes, rank_loads
+from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, causes, chain_of_stage, memory_bytes, rank_loads
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Link, Stage
 from mmcompile.planner.plan.stage_rows import frozen_text, rank_ranges, recompute_text
 from mmcompile.planner.pricing.chains import ChainLayer
-from mmcompile.planner.search.layer_names import Place, find
+from mmcompile.planner.search.layer_names import find
 from mmcompile.report.layer_work import LayerWork
 from mmcompile.report.moves import Move, Shares, boundary_moves, equal_shares, move_layers
-from mmcompile.report.step_replay import replay, saved_bytes
-from mmcompile.units import format_bytes, format_seconds
-
-_LABEL = 12
+from mmcompile.report.step_replay import replay
+from mmcompile.units import format_bytes, format_seconds, labelled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +80,10 @@ def explain(
     """
     stage, position = _located(plan, what)
     chain = chain_of_stage(plan, stage.name)
-    known = shares or equal_shares(plan)
     step = replay(plan)
     group = next(index for index, group in enumerate(step.groups) if stage in group.stages)
     loads = rank_loads(plan)
-    own = _load_of(stage, loads)
+    own = max((load for load in loads if stage in load.stages), key=lambda load: load.num_bytes)
     predicted = stage.prediction
     layer = None if position is None else stage.layer_names[position]
     bubble = next((share for share in plan.predicted.bubbles if share.chain == chain.name), None)
@@ -106,23 +103,17 @@ def explain(
         input_grad_s=predicted.input_grad_s,
         weight_grad_s=predicted.weight_grad_s,
         pace=own.seconds / max(load.seconds for load in loads) if own.seconds else 0.0,
-        memory_bytes={
-            "parameters": predicted.parameter_bytes,
-            "gradients": predicted.gradient_bytes,
-            "optimizer": predicted.optimizer_bytes,
-            "activations": predicted.activation_bytes,
-            "total": predicted.total_bytes,
-        },
+        memory_bytes=predicted.memory_bytes,
         limit_bytes=memory_bytes(plan),
         rank_bytes=own.num_bytes,
         in_flight=predicted.in_flight,
-        saved_bytes=saved_bytes(stage),
+        saved_bytes=predicted.saved_bytes,
         recompute=recompute_text([stage]),
         frozen=frozen_text([stage]),
         idle=step.idle(group),
         waits={} if bubble is None else {CAUSE_WORDS[cause]: share for cause, share in causes(bubble).items() if share},
         links=tuple(_links(plan, stage)),
-        moves=_moves(plan, stage, position, known),
+        moves=_moves(plan, stage, position, shares or equal_shares(plan)),
         exact=shares is not None,
         work=tuple((work or {})[name] for name in ((layer,) if layer else stage.layer_names) if name in (work or {})),
     )
@@ -133,68 +124,49 @@ def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
     for stage in plan.stages:
         if stage.name == what:
             return stage, None
+    names = [
+        chain.stages[0].name + (f"..{len(chain.stages) - 1}" if len(chain.stages) > 1 else "") for chain in plan.chains
+    ]
     place = find(
         what,
-        {chain.name: tuple(_labels(chain)) for chain in plan.chains},
-        where=f"nothing to explain among the stages {_stage_names(plan)}",
+        {
+            chain.name: tuple(
+                ChainLayer(component=component, index=layer, name=name)
+                for stage in chain.stages
+                for (component, layer), name in zip(stage.layers, stage.layer_names, strict=True)
+            )
+            for chain in plan.chains
+        },
+        where=f"nothing to explain among the stages {', '.join(names)}",
     )
-    return _stage_at(plan.chains[place.chain], place)
-
-
-def _stage_names(plan: Plan) -> str:
-    return ", ".join(
-        chain.stages[0].name + (f"..{len(chain.stages) - 1}" if len(chain.stages) > 1 else "") for chain in plan.chains
-    )
-
-
-def _stage_at(chain: Chain, place: Place) -> tuple[Stage, int | None]:
-    first = 0
+    first, chain = 0, plan.chains[place.chain]
     for stage in chain.stages:
-        if place.first < first + len(stage.layer_names):
-            position = place.first - first
-            return stage, position if place.last - place.first == 1 else None
-        first += len(stage.layer_names)
+        if place.first < first + len(stage.layers):
+            return stage, place.first - first if place.last - place.first == 1 else None
+        first += len(stage.layers)
     raise AssertionError(f"no layer {place.first} in {chain.name}")
 
 
-def _labels(chain: Chain) -> Iterator[ChainLayer]:
-    for stage in chain.stages:
-        owners = [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
-        for (component, layer), name in zip(owners, stage.layer_names, strict=True):
-            yield ChainLayer(component=component, index=layer, name=name)
-
-
-def _load_of(stage: Stage, loads: Sequence[RankGroup]) -> RankGroup:
-    return max((load for load in loads if stage in load.stages), key=lambda load: load.num_bytes)
-
-
 def _begins(plan: Plan, chain: Chain, stage: Stage) -> str:
-    index = chain.stages.index(stage)
-    if index == 0:
+    if stage is chain.stages[0]:
         return "the chain begins here"
-    before = chain.stages[index - 1]
+    before = chain.stages[chain.stages.index(stage) - 1]
     return f"{before.name} ends before it: {_reason(plan, before)}"
 
 
 def _ends(plan: Plan, chain: Chain, stage: Stage) -> str:
-    last = stage is chain.stages[-1]
-    if last:
+    if stage is chain.stages[-1]:
         return "the loss is here" if chain is plan.chains[-1] else "the chain ends here"
     return _reason(plan, stage)
 
 
 def _reason(plan: Plan, stage: Stage) -> str:
-    reasons = [cut.reason for cut in plan.cuts if cut.stage == stage.name]
-    return reasons[0] if reasons else "the search found no better cut"
+    return next((cut.reason for cut in plan.cuts if cut.stage == stage.name), "the search found no better cut")
 
 
 def _links(plan: Plan, stage: Stage) -> Iterator[str]:
-    for link in plan.links:
-        if link.target == stage.name:
-            yield f"from {link.source}: {_carries(link)}"
-    for link in plan.links:
-        if link.source == stage.name:
-            yield f"to {link.target}: {_carries(link)}"
+    yield from (f"from {link.source}: {_carries(link)}" for link in plan.links if link.target == stage.name)
+    yield from (f"to {link.target}: {_carries(link)}" for link in plan.links if link.source == stage.name)
 
 
 def _carries(link: Link) -> str:
@@ -215,31 +187,29 @@ def _text(one: Explanation) -> Iterator[str]:
     yield f"{title}, on rank{'s' if len(one.ranks) > 1 else ''} {rank_ranges(one.ranks)} ({degrees})"
     count = len(one.layers)
     layers = one.layers[0] if count == 1 else f"{count} from {one.layers[0]} to {one.layers[-1]}"
-    yield from _labelled("layers", [f"{layers}; {one.frozen} frozen"])
-    yield from _labelled("begins", [one.begins])
-    yield from _labelled("ends", [one.ends])
-    yield from _labelled("time", [_time(one)])
-    yield from _labelled("memory", _memory(one))
     waits = ", ".join(f"{cause} {share:.1%}" for cause, share in one.waits.items())
-    yield from _labelled("idle", [f"{one.idle:.1%} of the step" + (f"; in its chain: {waits}" if waits else "")])
-    yield from _labelled("links", one.links)
-    yield from _labelled("work", [line for work in one.work for line in str(work).splitlines()])
-    yield from _labelled("what if", [str(move) for move in one.moves])
-    if one.moves and not one.exact:
-        yield from _labelled("", ["taking the layers of a stage to be alike; with MODEL, each layer has its own cost"])
+    rough = ["taking the layers of a stage to be alike; with MODEL, each layer has its own cost"]
+    sections: Mapping[str, Sequence[object]] = {
+        "layers": [f"{layers}; {one.frozen} frozen"],
+        "begins": [one.begins],
+        "ends": [one.ends],
+        "time": [_time(one)],
+        "memory": _memory(one),
+        "idle": [f"{one.idle:.1%} of the step" + (f"; in its chain: {waits}" if waits else "")],
+        "links": one.links,
+        "work": [line for work in one.work for line in str(work).splitlines()],
+        "what if": [*one.moves, *(rough if one.moves and not one.exact else [])],
+    }
+    for label, lines in sections.items():
+        yield from labelled(label, lines, 12)
 
 
 def _time(one: Explanation) -> str:
-    parts = [f"forward {format_seconds(one.forward_s)}"]
-    if one.input_grad_s or one.weight_grad_s:
-        parts += [
-            f"input gradient {format_seconds(one.input_grad_s)}",
-            f"weight gradient {format_seconds(one.weight_grad_s)}",
-        ]
-    else:
-        parts.append("no backward")
+    gradients = {"input gradient": one.input_grad_s, "weight gradient": one.weight_grad_s}
+    backward = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in gradients.items())
+    times = f"forward {format_seconds(one.forward_s)}, {backward if any(gradients.values()) else 'no backward'}"
     origin = one.costs.split()[0].rstrip(":;,")
-    return f"{', '.join(parts)} a microbatch ({origin}); {one.pace:.0%} of the slowest rank's"
+    return f"{times} a microbatch ({origin}); {one.pace:.0%} of the slowest rank's"
 
 
 def _memory(one: Explanation) -> list[str]:
@@ -255,7 +225,3 @@ def _memory(one: Explanation) -> list[str]:
         f"{parts}{flying}",
         f"{format_bytes(total)} together{others}: {share:.0%} of {format_bytes(one.limit_bytes)}",
     ]
-
-
-def _labelled(label: str, lines: Sequence[str]) -> list[str]:
-    return [f"{label if index == 0 else '':<{_LABEL}}{line}" for index, line in enumerate(lines)]

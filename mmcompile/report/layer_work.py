@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import sympy
 
@@ -85,7 +85,6 @@ def layer_shares(plan: Plan, table: CostTable, dtype: str) -> Shares:
 
 def _work(name: str, table: CostTable, component: str, index: int, cluster: Cluster, dtype: str) -> LayerWork:
     cost = table[component][index]
-    times = layer_times(cost, cluster.device, dtype)
     load = table.loads[component]
     texts = {words: polynomial_text(table.polynomial(component, index, field)) for field, words in _FIELDS.items()}
     return LayerWork(
@@ -99,9 +98,7 @@ def _work(name: str, table: CostTable, component: str, index: int, cluster: Clus
         backward_bytes=cost.backward_bytes,
         parameter_bytes=cost.parameter_bytes,
         activation_bytes=cost.activation_bytes,
-        forward_s=times.forward_s,
-        input_grad_s=times.input_grad_s,
-        weight_grad_s=times.weight_grad_s,
+        **asdict(layer_times(cost, cluster.device, dtype)),
         polynomials={words: text for words, text in texts.items() if text != "0"},
     )
 
@@ -113,18 +110,17 @@ def _gflop(flops: int) -> str:
 def polynomial_text(polynomial: Polynomial) -> str:
     """Return a polynomial as text, such as `1.23e+9*t + 4096*q`; whole numbers in full, others with four digits."""
     expression = polynomial.fixed + polynomial.per_token * _TOKENS + polynomial.per_square * _SQUARES
-    rounded = {number: _rounded(number) for number in sympy.sympify(expression).atoms(sympy.Float)}
+    rounded = {
+        number: sympy.Integer(int(number))
+        if float(number).is_integer() and abs(number) < 10**6
+        else sympy.Float(float(number), _DIGITS)
+        for number in sympy.sympify(expression).atoms(sympy.Float)
+    }
     return str(sympy.sympify(expression).xreplace(rounded))
 
 
-def _rounded(number: sympy.Float) -> sympy.Expr:
-    if float(number).is_integer() and abs(number) < 10**6:
-        return sympy.Integer(int(number))
-    return sympy.Float(float(number), _DIGITS)
-
-
 def _shares(plan: Plan, stage: Stage, table: CostTable, dtype: str) -> list[LayerShare]:
-    costs = [table[part.component][layer] for part in stage.segments for layer in range(part.first, part.last)]
+    costs = [table[component][layer] for component, layer in stage.layers]
     times = [layer_times(cost, plan.cluster.device, dtype) for cost in costs]
     amounts = {
         "forward": [own.forward_s for own in times],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 from mmcompile.planner.plan.bottlenecks import chain_of_stage, memory_bytes, rank_loads
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.plan.plan_record import Chain, Segment, Stage, StagePrediction
-from mmcompile.report.step_replay import replay, saved_bytes
+from mmcompile.planner.plan.plan_record import Segment, Stage, StagePrediction
+from mmcompile.report.step_replay import replay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,10 @@ class LayerShare:
         return LayerShare(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(LayerShare)})
 
 
-_NOTHING = LayerShare(**{f.name: 0.0 for f in fields(LayerShare)})
+def _equal(share: float) -> LayerShare:
+    return LayerShare(**{f.name: share for f in fields(LayerShare)})
+
+
 Shares = Mapping[str, Sequence[LayerShare]]
 """Stage name -> the share of each of its layers."""
 
@@ -53,11 +57,8 @@ class Move:
 
 def equal_shares(plan: Plan) -> Shares:
     """Return equal shares for the layers of each stage: a plan file alone has no others."""
-    found: dict[str, list[LayerShare]] = {}
-    for stage in plan.stages:
-        count = len(stage.layer_names)
-        found[stage.name] = [LayerShare(**{f.name: 1 / count for f in fields(LayerShare)})] * count
-    return found
+    counts = {stage.name: len(stage.layer_names) for stage in plan.stages}
+    return {name: [_equal(1 / count)] * count for name, count in counts.items()}
 
 
 def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]:
@@ -72,8 +73,7 @@ def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]
 def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shares) -> Move | None:
     """Move the boundary before (`step` -1) or after (+1) a stage so that the layer at `position` changes stage.
 
-    Returns:
-        The move; None if there is no neighbour stage, the stage would be empty, or only one of both stages runs a backward.
+    None if there is no neighbour stage, the stage would be empty, or only one of both stages runs a backward.
     """
     chain = chain_of_stage(plan, stage.name)
     index = chain.stages.index(stage)
@@ -84,9 +84,10 @@ def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shar
     target = chain.stages[index + step]
     if target.has_backward != stage.has_backward:
         return None
-    share = sum((shares[stage.name][layer] for layer in moved), _NOTHING)
+    share = sum((shares[stage.name][layer] for layer in moved), _equal(0.0))
     changed = {stage.name: _without(stage, moved, share), target.name: _with(target, stage, moved, share, step)}
-    other = replace(plan, chains=tuple(_exchanged(chain, changed) for chain in plan.chains))
+    stages = tuple(changed.get(own.name, own) for own in chain.stages)
+    other = replace(plan, chains=tuple(replace(own, stages=stages) if own is chain else own for own in plan.chains))
     before_s, after_s = replay(plan).iteration_s, replay(other).iteration_s
     fullest = max(load.num_bytes for load in rank_loads(other))
     return Move(
@@ -99,46 +100,30 @@ def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shar
     )
 
 
-def _exchanged(chain: Chain, changed: Mapping[str, Stage]) -> Chain:
-    return replace(chain, stages=tuple(changed.get(stage.name, stage) for stage in chain.stages))
-
-
 def _without(stage: Stage, moved: range, share: LayerShare) -> Stage:
     kept = [layer for layer in range(len(stage.layer_names)) if layer not in moved]
     return replace(
         stage,
         layer_names=tuple(stage.layer_names[layer] for layer in kept),
-        segments=_segments([_owners(stage)[layer] for layer in kept]),
+        segments=_segments([stage.layers[layer] for layer in kept]),
         prediction=_plus(stage.prediction, _scaled(stage, share, stage.prediction.in_flight), -1),
     )
 
 
 def _with(target: Stage, source: Stage, moved: range, share: LayerShare, step: int) -> Stage:
     names = tuple(source.layer_names[layer] for layer in moved)
-    owners = [_owners(source)[layer] for layer in moved]
-    own = _owners(target)
+    layers, own = [source.layers[layer] for layer in moved], target.layers
     return replace(
         target,
         layer_names=(*target.layer_names, *names) if step < 0 else (*names, *target.layer_names),
-        segments=_segments([*own, *owners] if step < 0 else [*owners, *own]),
+        segments=_segments([*own, *layers] if step < 0 else [*layers, *own]),
         prediction=_plus(target.prediction, _scaled(source, share, target.prediction.in_flight), 1),
     )
 
 
-def _owners(stage: Stage) -> list[tuple[str, int]]:
-    return [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
-
-
-def _segments(owners: Sequence[tuple[str, int]]) -> tuple[Segment, ...]:
-    return tuple(_runs(owners))
-
-
-def _runs(owners: Sequence[tuple[str, int]]) -> Iterator[Segment]:
-    first = 0
-    for index in range(1, len(owners) + 1):
-        if index == len(owners) or owners[index][0] != owners[first][0]:
-            yield Segment(component=owners[first][0], first=owners[first][1], last=owners[index - 1][1] + 1)
-            first = index
+def _segments(layers: Sequence[tuple[str, int]]) -> tuple[Segment, ...]:
+    runs = ((component, [index for _, index in run]) for component, run in groupby(layers, key=lambda each: each[0]))
+    return tuple(Segment(component=component, first=run[0], last=run[-1] + 1) for component, run in runs)
 
 
 def _scaled(stage: Stage, share: LayerShare, in_flight: int) -> StagePrediction:
@@ -151,7 +136,7 @@ def _scaled(stage: Stage, share: LayerShare, in_flight: int) -> StagePrediction:
         parameter_bytes=round(predicted.parameter_bytes * share.parameters),
         gradient_bytes=round(predicted.gradient_bytes * share.gradients),
         optimizer_bytes=round(predicted.optimizer_bytes * share.gradients),
-        activation_bytes=round(in_flight * saved_bytes(stage) * share.activations),
+        activation_bytes=round(in_flight * predicted.saved_bytes * share.activations),
         in_flight=in_flight,
     )
 

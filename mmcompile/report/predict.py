@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 
 from mmcompile.costmodel.comm import p2p_seconds
-from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.placement import Placement, shard_names
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
@@ -32,14 +31,7 @@ def predict(plan: Plan) -> Timeline:
         ),
         backward=tuple(name for name, stage in shards.items() if stage.has_backward),
     )
-    durations = {
-        name: LayerTimes(
-            forward_s=stage.prediction.forward_s,
-            input_grad_s=stage.prediction.input_grad_s,
-            weight_grad_s=stage.prediction.weight_grad_s,
-        )
-        for name, stage in shards.items()
-    }
+    durations = {name: stage.prediction.times for name, stage in shards.items()}
     rank = {stage.name: stage.ranks[0] for stage in placed}
     seconds: dict[tuple[str, str], float] = {}
     for (source, target), link in edges.items():

@@ -22,25 +22,21 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
     At each slot, the samples of all replicas of the last chain are shared evenly by the replicas of the others.
     """
     pricing = study.pricing(plan)
-    samples, replicas = _microbatch_samples(plan, study), plan.chains[-1].dp
+    samples, replicas = slot_samples(plan, study, plan.chains[-1]), plan.chains[-1].dp
     drawn = study.workload.draw(num_microbatches * replicas, samples, seed)
     found: dict[str, list[float]] = {}
     for chain in plan.chains:
         expected = _expected(plan, study, chain)
-        base = _seconds(pricing, chain, {name: _arrays([load]) for name, load in expected.items()})[0]
+        one = {name: (np.array([load.tokens]), np.array([load.squares])) for name, load in expected.items()}
+        base = _seconds(pricing, chain, one)[0]
         own = _seconds(pricing, chain, _served(drawn, chain, num_microbatches, replicas))
         found[chain.name] = [float(seconds / base) if base else 1.0 for seconds in own]
     return found
 
 
-def _microbatch_samples(plan: Plan, study: Study) -> float:
-    """Return the number of samples in a microbatch of one replica of the last chain."""
-    return plan.microbatch_samples or float(study.graph.num_samples)
-
-
 def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
     """Return the number of samples that one replica of a chain gets in one slot."""
-    return _microbatch_samples(plan, study) * plan.chains[-1].dp / chain.dp
+    return (plan.microbatch_samples or float(study.graph.num_samples)) * plan.chains[-1].dp / chain.dp
 
 
 def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
@@ -57,10 +53,6 @@ _Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Tokens and sums of squared lengths of microbatches, float64 [microbatches] each."""
 
 
-def _arrays(loads: list[Load]) -> _Arrays:
-    return np.array([load.tokens for load in loads]), np.array([load.squares for load in loads])
-
-
 def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
     """Return component -> loads of the microbatches of the chain's first replica."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
@@ -75,10 +67,9 @@ def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> ND
     """Return forward and backward seconds of all layers of a chain, float64 [microbatches]."""
     layers: dict[tuple[str, Recompute], list[int]] = {}
     for stage in chain.stages:
-        for part in stage.segments:
-            for layer in range(part.first, part.last):
-                mode = stage.modes.get((part.component, layer), "none")
-                layers.setdefault((part.component, mode), []).append(layer)
+        modes = stage.modes
+        for component, layer in stage.layers:
+            layers.setdefault((component, modes.get((component, layer), "none")), []).append(layer)
     each = [
         pricing.group_durations(name, *loads[name], LayerSharding(tp=chain.tp, cp=chain.cp, recompute=mode))[
             pricing.groups(name)[own]

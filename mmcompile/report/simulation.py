@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from mmcompile.config import ScheduleKind
-from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, causes, memory_bytes
+from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, bubble_text, causes, memory_bytes
 from mmcompile.planner.plan.plan_record import BubbleShare
-from mmcompile.planner.plan.stage_rows import columns, rank_ranges
+from mmcompile.planner.plan.stage_rows import rank_ranges
 from mmcompile.report.pictures.text_timeline import text_timeline
 from mmcompile.report.step_replay import Replay
-from mmcompile.units import format_bytes, format_seconds
+from mmcompile.units import columns, counted, format_bytes, format_seconds
 
 _MAX_GROUPS = 24
 
@@ -64,20 +64,16 @@ class Simulation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.schedule}, {_microbatches(self.num_microbatches)}: iteration {format_seconds(self.iteration_s)} "
+            f"{self.schedule}, {counted(self.num_microbatches, 'microbatch')}: iteration {format_seconds(self.iteration_s)} "
             f"(planned {format_seconds(self.planned_s)}), bubble {self.bubble:.1%}"
         ]
-        lines += [_bubble(share) for share in self.bubbles]
-        lines += ["", *columns([_GROUP_HEADER, *map(_group_row, self.groups[:_MAX_GROUPS])], left={0, 1})]
+        lines += [f"  {bubble_text(share)}" for share in self.bubbles]
+        lines += ["", *columns([_GROUP_HEADER, *map(_group_row, self.groups[:_MAX_GROUPS])], left=(0, 1))]
         if len(self.groups) > _MAX_GROUPS:
             lines.append(f"and {len(self.groups) - _MAX_GROUPS} more")
         if not self.fits:
             lines += ["", f"does not fit: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"]
-        return "\n".join(line.rstrip() for line in lines)
-
-
-def _microbatches(count: int) -> str:
-    return f"{count} microbatch{'es' if count > 1 else ''}"
+        return "\n".join(lines)
 
 
 def summarize(step: Replay) -> Simulation:
@@ -118,9 +114,7 @@ def compare(steps: Sequence[Simulation]) -> str:
     ordered = sorted(steps, key=lambda step: step.iteration_s)
     best_s = ordered[0].iteration_s
     header = ("schedule", "iteration", "", "bubble", *CAUSE_WORDS.values(), "fullest rank", "")
-    return "\n".join(
-        line.rstrip() for line in columns([header, *(_compared(step, best_s) for step in ordered)], left={0})
-    )
+    return "\n".join(columns([header, *(_compared(step, best_s) for step in ordered)], left=(0,)))
 
 
 def _compared(step: Simulation, best_s: float) -> tuple[str, ...]:
@@ -164,9 +158,3 @@ def _group_row(group: GroupFigures) -> tuple[str, ...]:
         format_bytes(group.fixed_bytes),
         format_bytes(group.peak_bytes),
     )
-
-
-def _bubble(share: BubbleShare) -> str:
-    shares = causes(share)
-    named = (f"{CAUSE_WORDS[cause]} {value:.1%}" for cause, value in shares.items() if value >= 0.0005)
-    return f"  {share.chain} idle {sum(shares.values()):.1%}: {', '.join(named) or 'never'}"

@@ -15,7 +15,7 @@ from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.bottlenecks import RankGroup
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.plan.plan_record import BubbleShare, Link, Stage
+from mmcompile.planner.plan.plan_record import BubbleShare, Stage
 from mmcompile.planner.schedule.bubbles import attribute
 from mmcompile.planner.schedule.schedule import ActionKind, Flow, FlowEdge, Schedule, build_schedule
 from mmcompile.planner.schedule.simulate import Timeline, simulate
@@ -92,11 +92,12 @@ class Replay:
     def memory(self) -> tuple[MemoryCurve, ...]:
         """Bytes of one rank of each group over the step, in order of groups."""
         saved = {
-            stage.name: [round(load * saved_bytes(stage)) for load in self.loads[chain.name]]
+            stage.name: [round(load * stage.prediction.saved_bytes) for load in self.loads[chain.name]]
             for chain in self.plan.chains
             for stage in chain.stages
         }
-        fixed = {stage.name: _fixed_bytes(stage) for stage in self.plan.stages}
+        predictions = {stage.name: stage.prediction for stage in self.plan.stages}
+        fixed = {name: own.fixed_bytes if own.in_flight else own.total_bytes for name, own in predictions.items()}
         return memory_curve(self.schedule, self.timeline, saved, fixed)
 
 
@@ -135,7 +136,11 @@ def replay(
     )
     flows = (flow,) * count
     work = {chain.name: (loads or {}).get(chain.name, [1.0] * count) for chain in plan.chains}
-    durations = {stage.name: _durations(stage, work[chain.name]) for chain in plan.chains for stage in chain.stages}
+    durations = {
+        stage.name: [stage.prediction.times * load for load in work[chain.name]]
+        for chain in plan.chains
+        for stage in chain.stages
+    }
     link_s = _link_seconds(plan)
     order = build_schedule(_placed(plan, groups), flows, kind)
     return Replay(
@@ -171,47 +176,20 @@ def stage_groups(plan: Plan) -> tuple[RankGroup, ...]:
     return tuple(RankGroup(stages=tuple(group)) for group in groups)
 
 
-def saved_bytes(stage: Stage) -> int:
-    """Return the bytes that one microbatch keeps for backward in a stage."""
-    predicted = stage.prediction
-    return predicted.activation_bytes // predicted.in_flight if predicted.in_flight else 0
-
-
-def _fixed_bytes(stage: Stage) -> int:
-    """Return the bytes of a stage that do not depend on the microbatches in flight."""
-    predicted = stage.prediction
-    rest = 0 if predicted.in_flight else predicted.activation_bytes
-    return predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes + rest
-
-
-def _durations(stage: Stage, loads: Sequence[float]) -> list[LayerTimes]:
-    predicted = stage.prediction
-    return [
-        LayerTimes(
-            forward_s=load * predicted.forward_s,
-            input_grad_s=load * predicted.input_grad_s,
-            weight_grad_s=load * predicted.weight_grad_s,
-        )
-        for load in loads
-    ]
-
-
 def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
-    """Return (source stage, target stage) -> seconds of one message, equal for the tensor and its gradient."""
+    """Return (source stage, target stage) -> seconds of one message, equal for the tensor and its gradient.
+
+    The shards of a stage send their parts in parallel.
+    """
     seconds: dict[tuple[str, str], float] = {}
+    widths = {stage.name: chain.tp * chain.cp for chain in plan.chains for stage in chain.stages}
     for link in plan.links:
         source, target = plan.stage(link.source), plan.stage(link.target)
-        message_s = p2p_seconds(_message_bytes(plan, link), plan.cluster.between(source.ranks[0], target.ranks[0]))
+        num_bytes = link.num_bytes // min(widths[link.source], widths[link.target])
+        message_s = p2p_seconds(num_bytes, plan.cluster.between(source.ranks[0], target.ranks[0]))
         both = ((link.source, link.target), (link.target, link.source))
         seconds |= {pair: seconds.get(pair, 0.0) + message_s for pair in both}
     return seconds
-
-
-def _message_bytes(plan: Plan, link: Link) -> int:
-    """Return the bytes that one rank sends over a link: the shards of a stage send their parts in parallel."""
-    chains = {stage.name: chain for chain in plan.chains for stage in chain.stages}
-    widths = [chains[name].tp * chains[name].cp for name in (link.source, link.target)]
-    return link.num_bytes // min(widths)
 
 
 def memory_curve(
@@ -220,20 +198,16 @@ def memory_curve(
     saved: Mapping[str, Sequence[int]],
     fixed_bytes: Mapping[str, int],
 ) -> tuple[MemoryCurve, ...]:
-    """Return the bytes of each rank over a step.
+    """Return the bytes of each rank over a step, one curve per rank, in order.
 
     A forward allocates its activations when it starts. They are freed when the backward B of the same microbatch ends, or W
     where the backward is split. The forward of a stage that runs no backward for the microbatch keeps nothing. Parameters,
     gradients and optimizer state are there all the time. Messages in flight and the scratch memory of kernels are not counted.
 
     Args:
-        schedule: actions of each rank.
         timeline: timeline of the schedule, with recorded events.
         saved: stage name -> bytes kept for the backward of each microbatch.
         fixed_bytes: stage name -> bytes held throughout the step.
-
-    Returns:
-        One curve per rank, in order.
     """
     when = {(event.stage, event.kind, event.microbatch): (event.start_s, event.end_s) for event in timeline.events}
     names = schedule.stages

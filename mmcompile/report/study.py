@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mmcompile import api
+from mmcompile.captured_model import text_config
 from mmcompile.data.stats import DatasetStats
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
@@ -58,19 +59,12 @@ def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None
     """
     graph = api.capture(model, batch)
     table = analyse(Cost(), graph)
+    limit = getattr(text_config(model), "max_position_embeddings", None)
     return Study(
         graph=graph,
         gradients=analyse(GradientFlow(), graph),
         table=table,
         workload=Workload.of(graph, table, completed(model, batch), stats),
         dtype=graph.main_dtype,
-        max_positions=_max_positions(model),
+        max_positions=limit if isinstance(limit, int) and limit > 0 else None,
     )
-
-
-def _max_positions(model: nn.Module) -> int | None:
-    # Configs of Hugging Face models are not typed: each family has its own fields.
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(text, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None

@@ -10,7 +10,6 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Stage
 from mmcompile.planner.plan.stage_rows import recompute_text
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.planner.resilience.template import Template
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
@@ -28,7 +27,6 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
     It is empty for a plan made without fault tolerance; then `fault_tolerance` (nodes that may fail at once) and
     `cover` (numbers of nodes that can be used in full, in words) are null.
     """
-    chains = [(chain, stage) for chain in plan.chains for stage in chain.stages]
     return {
         "model": plan.fingerprint.model,
         "cluster": str(plan.cluster),
@@ -46,7 +44,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "components": [name for chain in plan.chains for name in chain.components],
         "stages": [
             _stage(stage) | {"tp": chain.tp, "cp": chain.cp, "dp": chain.dp, "fsdp": chain.fsdp}
-            for chain, stage in chains
+            for chain in plan.chains
+            for stage in chain.stages
         ],
         "links": [
             {
@@ -72,17 +71,16 @@ def _resilience(resilience: Resilience | None) -> dict[str, Any]:
     return {
         "fault_tolerance": resilience.fault_tolerance,
         "cover": str(resilience.cover),
-        "templates": [_template(template) for template in resilience.templates],
-    }
-
-
-def _template(template: Template) -> dict[str, Any]:
-    return {
-        "nodes": template.num_nodes,
-        "stages": msgspec.to_builtins(template.stages),
-        "slowest_s": template.slowest_s,
-        "fill_s": template.fill_s,
-        "gap": template.gap,
+        "templates": [
+            {
+                "nodes": template.num_nodes,
+                "stages": msgspec.to_builtins(template.stages),
+                "slowest_s": template.slowest_s,
+                "fill_s": template.fill_s,
+                "gap": template.gap,
+            }
+            for template in resilience.templates
+        ],
     }
 
 
@@ -91,19 +89,9 @@ def _stage(stage: Stage) -> dict[str, Any]:
     return {
         "name": stage.name,
         "component": "+".join(segment.component for segment in stage.segments),
-        "layers": [
-            {"component": segment.component, "first": segment.first, "last": segment.last} for segment in stage.segments
-        ],
+        "layers": msgspec.to_builtins(stage.segments),
         "devices": list(stage.ranks),
         "recompute": list(stage.recompute),
-        "forward_s": predicted.forward_s,
-        "input_grad_s": predicted.input_grad_s,
-        "weight_grad_s": predicted.weight_grad_s,
-        "memory_bytes": {
-            "parameters": predicted.parameter_bytes,
-            "gradients": predicted.gradient_bytes,
-            "optimizer": predicted.optimizer_bytes,
-            "activations": predicted.activation_bytes,
-            "total": predicted.total_bytes,
-        },
+        **msgspec.to_builtins(predicted.times),
+        "memory_bytes": predicted.memory_bytes,
     }

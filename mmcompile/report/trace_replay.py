@@ -2,63 +2,36 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmcompile.errors import ConfigError
-from mmcompile.files import write_atomic
-from mmcompile.planner.plan.stage_rows import columns
-from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, TimeKind
+from mmcompile.planner.resilience.replay.replay_run import TimeKind
 from mmcompile.planner.resilience.replay.spot_trace import TimeUnit, read_trace
 from mmcompile.planner.resilience.replay.systems import CURVE_WINDOWS, TraceReplay, replay_trace
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.report.pictures.palette import colours
-from mmcompile.units import format_count, format_seconds
+from mmcompile.report.pictures.png import new_figure, write_png
+from mmcompile.units import columns, format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DPI = 120
 _SPENT = (TimeKind.REPEATED, TimeKind.PAUSED, TimeKind.SAVING, TimeKind.STOPPED)
 _COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
 """Colors of useful and of redundant time, then of each cause in `_SPENT`."""
 
 
-def simulate_trace(
-    job: Job,
-    path: str | os.PathLike[str],
-    *,
-    microbatch_samples: float,
-    unit: TimeUnit | None = None,
-    seed: int = 0,
-    constants: ReplayConstants | None = None,
-) -> TraceReplay:
-    """Replay a job over a trace file; `trace_text`, `TraceReplay.to_json` and `draw_trace` show the result.
-
-    Args:
-        job: templates, batch and fault tolerance.
-        path: trace file.
-        microbatch_samples: samples of a microbatch.
-        unit: unit of the trace's times, if it has none of its own.
-        seed: seed that chooses the lost nodes where the trace does not name them.
-        constants: assumed times of the systems.
-
-    Raises:
-        ConfigError: the trace cannot be read.
-    """
-    trace = read_trace(path, unit=unit, seed=seed)
-    return replay_trace(job, trace, microbatch_samples=microbatch_samples, constants=constants)
-
-
 def replay_resilience(
     resilience: Resilience, path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0
 ) -> TraceReplay:
-    """Replay a plan's templates over a trace file; `unit` and `seed` as for `simulate_trace`."""
-    samples = resilience.microbatch_samples
-    return simulate_trace(resilience.job, path, microbatch_samples=samples, unit=unit, seed=seed)
+    """Replay a plan's templates over a trace file; `trace_text`, `TraceReplay.to_json` and `draw_trace` show the result.
+
+    Raises:
+        ConfigError: as `read_trace`, which also describes `unit` and `seed`.
+    """
+    trace = read_trace(path, unit=unit, seed=seed)
+    return replay_trace(resilience.job, trace, microbatch_samples=resilience.microbatch_samples)
 
 
 def remarks(found: TraceReplay, resilience: Resilience) -> tuple[str, ...]:
@@ -91,7 +64,7 @@ def trace_text(found: TraceReplay) -> str:
         [
             _title(found),
             "",
-            *(line.rstrip() for line in columns(rows, left={0})),
+            *columns(rows, left=(0,)),
             "",
             "useful: time in steps that counted, without redundant computation; lost samples: trained again as state was lost",
             f"assumed: {_assumed(found)}",
@@ -124,22 +97,14 @@ def draw_trace(path: str | os.PathLike[str], found: TraceReplay) -> Path:
         ConfigError: matplotlib is not installed.
         OutputError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"a picture of a trace needs {error.name}: pip install 'mmcompile[demo]'") from None
-
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = new_figure("a picture of a trace", 12, 6.5)
     rates, bars = figure.subplots(2, height_ratios=(3, 1))
     _draw_rates(rates, found)
     _draw_shares(bars, found)
     for axis in (rates, bars):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_title(found), x=0.01, ha="left", fontsize=11)
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_figure(picture, dpi=_DPI, format="png", metadata={"Software": None})
-    return write_atomic(path, picture.getvalue())
+    return write_png(path, figure)
 
 
 def _draw_rates(axis: Axes, found: TraceReplay) -> None:

@@ -34,6 +34,7 @@ from mmcompile.passes.masks.mask_nodes import NodeMaker, extent_of
 from mmcompile.passes.masks.mask_reader import MaskReader
 from mmcompile.passes.masks.predicates import UnrecognisedMask
 from mmcompile.passes.values import aliased, aten_ops, computed, given, op_name, shape
+from mmcompile.units import runs
 
 _PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
 _VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
@@ -151,11 +152,9 @@ class _AttentionRewriter:
 
 def _layers(layers: list[int]) -> str:
     """Format layer indices as ranges: `layers 1-4, 6`."""
-    numbers = sorted(set(layers))
-    firsts = [number for number in numbers if number - 1 not in numbers]
-    lasts = [number for number in numbers if number + 1 not in numbers]
-    runs = (str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True))
-    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
+    found = runs(sorted(set(layers)))
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+    return f"layer{'s' if len(set(layers)) > 1 else ''} {text}"
 
 
 def _check(call: fx.Node) -> None:

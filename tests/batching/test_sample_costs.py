@@ -135,9 +135,7 @@ def check_sums(family: str, plan: Plan) -> None:
         assert found.components[row] == tower
         names = {chain.name for chain in chains}
         fixed = sum(rate.seconds.fixed for rate in plan.sample_rates if rate.chain in names)
-        predicted = sum(
-            stage.prediction.forward_s + stage.prediction.backward_s for chain in chains for stage in chain.stages
-        )
+        predicted = sum(stage.prediction.times.total_s for chain in chains for stage in chain.stages)
         assert found.costs[row].sum() * 2 / chains[0].dp + fixed == pytest.approx(predicted, rel=1e-9)
         assert 0 <= fixed < predicted
 

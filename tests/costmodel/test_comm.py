@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import pytest
@@ -14,23 +13,11 @@ from torch._inductor import comm_analysis
 from mmcompile.costmodel import comm
 from mmcompile.costmodel.cluster import Cluster
 
-CollectiveSeconds = Callable[..., float]
-ALL: list[CollectiveSeconds] = [
-    comm.all_reduce_s,
-    comm.all_gather_s,
-    comm.reduce_scatter_s,
-    comm.broadcast_s,
-    comm.all_to_all_s,
-]
+ALL: tuple[comm.Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 # Not MI300X: there each rank more is a link more, so that more ranks may take less time.
 CLUSTERS = ["8x4xA40", "8x8xA100-80G", "8x8xH100", "8x8xH200", "8x8xH100@6.25GB/s", "8x8xL4", "1x64xcpu"]
-BY_TORCH: dict[str, str] = {
-    "all_reduce": "ALL_REDUCE",
-    "all_gather": "ALL_GATHER",
-    "reduce_scatter": "REDUCE_SCATTER",
-}
 
-all_collectives = pytest.mark.parametrize("collective", ALL, ids=lambda function: function.__name__)
+all_collectives = pytest.mark.parametrize("collective", ALL)
 torch_has_protocols = pytest.mark.skipif(
     not hasattr(comm_analysis, "_nccl_algo_time"), reason="this torch knows one protocol only"
 )
@@ -38,71 +25,68 @@ torch_has_protocols = pytest.mark.skipif(
 
 @all_collectives
 @pytest.mark.parametrize("text", [*CLUSTERS, "8x8xMI300X"])
-def test_nothing_takes_no_time(collective: CollectiveSeconds, text: str) -> None:
+def test_nothing_takes_no_time(collective: comm.Collective, text: str) -> None:
     cluster = Cluster.parse(text)
-    assert collective(10**9, 1, cluster) == 0
-    assert collective(0, 8, cluster) == 0
-    assert 0 < collective(1, 2, cluster) < collective(10**9, 2, cluster) < 10
+    assert comm.collective_s(collective, 10**9, 1, cluster) == 0
+    assert comm.collective_s(collective, 0, 8, cluster) == 0
+    assert 0 < comm.collective_s(collective, 1, 2, cluster) < comm.collective_s(collective, 10**9, 2, cluster) < 10
 
 
 @all_collectives
 @given(st.sampled_from(CLUSTERS), st.integers(1, 10**11), st.integers(0, 10**10), st.integers(2, 64))
 def test_more_bytes_take_longer(
-    collective: CollectiveSeconds, text: str, num_bytes: int, more: int, num_ranks: int
+    collective: comm.Collective, text: str, num_bytes: int, more: int, num_ranks: int
 ) -> None:
     cluster = Cluster.parse(text)
-    less_s, more_s = (collective(size, num_ranks, cluster) for size in (num_bytes, num_bytes + more))
+    less_s, more_s = (comm.collective_s(collective, size, num_ranks, cluster) for size in (num_bytes, num_bytes + more))
     assert less_s <= more_s * (1 + 1e-9)
 
 
 @all_collectives
 @given(st.sampled_from(CLUSTERS), st.integers(1, 10**11), st.integers(1, 63), st.integers(1, 63))
 def test_more_ranks_take_longer(
-    collective: CollectiveSeconds, text: str, num_bytes: int, num_ranks: int, more: int
+    collective: comm.Collective, text: str, num_bytes: int, num_ranks: int, more: int
 ) -> None:
     cluster = Cluster.parse(text)
-    few_s, many_s = (collective(num_bytes, count, cluster) for count in (num_ranks, min(64, num_ranks + more)))
+    few_s, many_s = (
+        comm.collective_s(collective, num_bytes, count, cluster) for count in (num_ranks, min(64, num_ranks + more))
+    )
     assert few_s <= many_s * (1 + 1e-9)
 
 
 @all_collectives
-def test_more_ranks_in_a_node_are_faster(collective: CollectiveSeconds) -> None:
+def test_more_ranks_in_a_node_are_faster(collective: comm.Collective) -> None:
     cluster = Cluster.parse("16x8xH100")
-    times = [collective(10**9, 16, cluster, ranks_in_a_node=near) for near in (1, 2, 4, 8)]
+    times = [comm.collective_s(collective, 10**9, 16, cluster, ranks_in_a_node=near) for near in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
 
 
 def test_a_mesh_is_as_fast_as_its_links() -> None:
     mesh = Cluster.parse("1x8xMI300X")
-    pair_s, all_s = (comm.all_gather_s(10**10, count, mesh) for count in (2, 8))
+    pair_s, all_s = (comm.collective_s("all_gather", 10**10, count, mesh) for count in (2, 8))
     assert pair_s == pytest.approx(10**10 / 2 / 48e9, rel=1e-3)
     assert all_s == pytest.approx(10**10 * 7 / 8 / (7 * 48e9), rel=1e-2)
 
 
 def test_large_messages_reach_the_ring_and_small_ones_pay_latency() -> None:
     cluster = Cluster.parse("1x8xH100")
-    assert comm.all_reduce_s(10**10, 8, cluster) == pytest.approx(2 * 7 / 8 * 10**10 / 370e9, rel=0.05)
+    assert comm.collective_s("all_reduce", 10**10, 8, cluster) == pytest.approx(2 * 7 / 8 * 10**10 / 370e9, rel=0.05)
     # LL by a ring: base, and seven hops twice.
-    assert comm.all_reduce_s(8, 8, cluster) == pytest.approx((6.6 + 2 * 7 * 0.6) * 1e-6, rel=1e-3)
+    assert comm.collective_s("all_reduce", 8, 8, cluster) == pytest.approx((6.6 + 2 * 7 * 0.6) * 1e-6, rel=1e-3)
     # Simple by a ring over a port a rank of two nodes.
     nodes = Cluster.parse("2x8xH100@10GB/s")
-    assert comm.all_gather_s(10**10, 16, nodes) == pytest.approx(15 / 16 * 10**10 / 80e9, rel=1e-2)
-    assert comm.all_gather_s(10**10, 2, nodes, ranks_in_a_node=1) == pytest.approx(10**10 / 2 / 10e9, rel=1e-2)
+    assert comm.collective_s("all_gather", 10**10, 16, nodes) == pytest.approx(15 / 16 * 10**10 / 80e9, rel=1e-2)
+    assert comm.collective_s("all_gather", 10**10, 2, nodes, ranks_in_a_node=1) == pytest.approx(
+        10**10 / 2 / 10e9, rel=1e-2
+    )
 
 
 def test_gloo_sends_to_the_neighbour() -> None:
     cluster = Cluster.local(4)
     link = cluster.intra
     once_s = 3 * (link.latency_s + 10**8 / link.bytes_per_s)
-    assert comm.all_gather_s(4 * 10**8, 4, cluster) == pytest.approx(once_s)
-    assert comm.all_reduce_s(4 * 10**8, 4, cluster) == pytest.approx(2 * once_s)
-    assert comm.all_to_all_s(4 * 10**8, 4, cluster) == pytest.approx(once_s)
-
-
-def test_all_to_all_sends_what_is_for_others() -> None:
-    cluster = Cluster.parse("2x8xH100")
-    assert comm.all_to_all_s(8 * 10**9, 8, cluster) == pytest.approx(7 * 10**9 / 370e9, rel=1e-2)
-    assert comm.all_to_all_s(16 * 10**9, 16, cluster) == pytest.approx(7 * 10**9 / 370e9 + 8 * 10**9 / 50e9, rel=1e-2)
+    assert comm.collective_s("all_gather", 4 * 10**8, 4, cluster) == pytest.approx(once_s)
+    assert comm.collective_s("all_reduce", 4 * 10**8, 4, cluster) == pytest.approx(2 * once_s)
 
 
 def test_only_an_all_reduce_has_a_tree_and_ll128_stays_in_a_node() -> None:
@@ -132,7 +116,7 @@ def test_the_tables_are_those_of_torch() -> None:
 
 
 @torch_has_protocols
-@pytest.mark.parametrize("collective", BY_TORCH)
+@all_collectives
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("text", ["1x8xA100-80G", "1x8xH100", "1x8xA40"])
 def test_times_within_a_node_are_those_of_torch(
@@ -145,28 +129,23 @@ def test_times_within_a_node_are_those_of_torch(
             for j, protocol in enumerate(comm.PROTOCOLS):
                 if algorithm == "tree" and collective != "all_reduce":
                     continue
-                kind = comm_analysis.NCCL_COLL[BY_TORCH[collective]]
+                kind = comm_analysis.NCCL_COLL[collective.upper()]
                 wanted_us = comm_analysis._nccl_algo_time(num_bytes, num_ranks, kind, i, j)
                 got_s = comm.algorithm_s(collective, algorithm, protocol, num_bytes, num_ranks, cluster)
                 assert got_s * 1e6 == pytest.approx(wanted_us), (algorithm, protocol, num_bytes)
 
 
 @torch_has_protocols
-@pytest.mark.parametrize("collective", BY_TORCH)
+@all_collectives
 @pytest.mark.parametrize("num_nodes", [2, 4])
 def test_latency_over_nodes_is_that_of_torch(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int, collective: comm.Collective
 ) -> None:
     cluster = Cluster.parse(f"{num_nodes}x8xH100")
     as_if_here(monkeypatch, cluster)
-    kind = comm_analysis.NCCL_COLL[BY_TORCH[collective]]
+    kind = comm_analysis.NCCL_COLL[collective.upper()]
     wanted_us, _, _ = comm_analysis._nccl_best_algo_time(8, 8 * num_nodes, kind)
-    seconds = {
-        "all_reduce": comm.all_reduce_s,
-        "all_gather": comm.all_gather_s,
-        "reduce_scatter": comm.reduce_scatter_s,
-    }
-    got_s = seconds[collective](8, 8 * num_nodes, cluster)
+    got_s = comm.collective_s(collective, 8, 8 * num_nodes, cluster)
     assert got_s * 1e6 == pytest.approx(wanted_us, rel=1e-3)
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.plans.toy_plan import cost, frozen
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, reduce_scatter_s, ring_s
+from mmcompile.costmodel.comm import collective_s, ring_s
 from mmcompile.costmodel.compute import LayerCost, seconds
 from mmcompile.costmodel.sharding import TensorShare, context_parallel, element_bytes, fully_sharded, tensor_parallel
 from mmcompile.errors import ConfigError
@@ -51,7 +51,7 @@ def test_shared_tensors_divide_all_but_kernels(degree: int) -> None:
 
 
 def test_blocks_add_up_their_output_and_the_gradient_of_their_input() -> None:
-    block_s = all_reduce_s(10**8, 4, CLUSTER)
+    block_s = collective_s("all_reduce", 10**8, 4, CLUSTER)
     share = tensor_parallel(LAYER, 4, CLUSTER)
     assert (share.forward_exchange_s, share.backward_exchange_s) == pytest.approx((2 * block_s, 2 * block_s))
     again = tensor_parallel(LAYER, 4, CLUSTER, recompute="full")
@@ -67,8 +67,8 @@ def test_what_is_shared_may_be_known() -> None:
         sums=3, summed_bytes=6 * 10**7, copies=1, copied_bytes=10**6, parameter_bytes=4 * 10**8, trainable_bytes=10**8
     )
     share = tensor_parallel(LAYER, 4, CLUSTER, share=known)
-    assert share.forward_exchange_s == pytest.approx(3 * all_reduce_s(2 * 10**7, 4, CLUSTER))
-    assert share.backward_exchange_s == pytest.approx(all_reduce_s(10**6, 4, CLUSTER))
+    assert share.forward_exchange_s == pytest.approx(3 * collective_s("all_reduce", 2 * 10**7, 4, CLUSTER))
+    assert share.backward_exchange_s == pytest.approx(collective_s("all_reduce", 10**6, 4, CLUSTER))
     assert share.parameter_bytes == 5 * 10**8
     assert share.trainable_bytes == LAYER.trainable_bytes - 75 * 10**6
     whole = replace(known, parts=(("full_bytes", 1.0), ("activation_bytes", 0.4), ("kernels", 1.5)))
@@ -140,14 +140,14 @@ def test_parameters_are_gathered_behind_computation() -> None:
     assert (heavy.forward_flops, heavy.activation_bytes) == (LAYER.forward_flops, LAYER.activation_bytes)
     assert heavy.forward_exchange_s == heavy.backward_exchange_s == 0
     light = replace(LAYER, forward_flops=0, forward_bytes=0, kernels=0)
-    gather_s = all_gather_s(LAYER.parameter_bytes, 16, CLUSTER)
+    gather_s = collective_s("all_gather", LAYER.parameter_bytes, 16, CLUSTER)
     assert fully_sharded(light, 16, CLUSTER, dtype="bfloat16").forward_exchange_s == pytest.approx(gather_s)
 
 
 def test_only_trained_parameters_are_reduced_and_a_frozen_layer_is_gathered_once() -> None:
     light = replace(LAYER, input_grad_flops=1, weight_grad_flops=0, backward_bytes=0, backward_kernels=0)
     gather_s, reduce_s = (
-        collective(LAYER.parameter_bytes, 16, CLUSTER) for collective in (all_gather_s, reduce_scatter_s)
+        collective_s(collective, LAYER.parameter_bytes, 16, CLUSTER) for collective in ("all_gather", "reduce_scatter")
     )
     trained = fully_sharded(light, 16, CLUSTER, dtype="bfloat16")
     passing = fully_sharded(replace(light, trainable_bytes=0), 16, CLUSTER, dtype="bfloat16")

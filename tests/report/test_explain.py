@@ -79,8 +79,6 @@ def test_moving_to_a_stage_of_another_kind_is_not_simple() -> None:
 def test_idle_time_is_the_simulators(plan: Plan) -> None:
     step = replay(plan)
     for number, group in enumerate(step.groups):
-        busy_s = plan.num_microbatches * sum(
-            stage.prediction.forward_s + stage.prediction.backward_s for stage in group.stages
-        )
+        busy_s = plan.num_microbatches * sum(stage.prediction.times.total_s for stage in group.stages)
         assert step.idle(number) == pytest.approx(1 - busy_s / step.timeline.makespan_s)
         assert explain(plan, group.stages[0].name).idle == step.idle(number)

@@ -18,7 +18,7 @@ TEXT = Part(name="language_model", layers=12, stages=3)
 def test_a_chain_of_equal_stages_takes_the_textbook_time() -> None:
     with_links = hand_plan((TEXT,), num_microbatches=8)
     stage = with_links.stages[0].prediction
-    seconds = (8 + 3 - 1) * (stage.forward_s + stage.backward_s)
+    seconds = (8 + 3 - 1) * stage.times.total_s
     assert replay(with_links).iteration_s >= seconds
     free = replace(with_links, links=tuple(replace(link, num_bytes=0) for link in with_links.links))
     assert replay(free).iteration_s == pytest.approx(seconds, rel=1e-3)

@@ -10,9 +10,10 @@ from support.plans.template_jobs import even_job
 
 from mmcompile.planner.resilience.job import Job
 from mmcompile.planner.resilience.replay.replay_run import SystemReplay
-from mmcompile.planner.resilience.replay.systems import TraceReplay
+from mmcompile.planner.resilience.replay.spot_trace import read_trace
+from mmcompile.planner.resilience.replay.systems import TraceReplay, replay_trace
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, simulate_trace, trace_text
+from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, trace_text
 
 
 def value_of(found: TraceReplay, name: str) -> SystemReplay:
@@ -28,7 +29,7 @@ def test_text_json_and_picture(tmp_path: Path) -> None:
     path = tmp_path / "10m.csv"
     path.write_text(TRACE)
     job = replace(even_job(range(2, 9), fault_tolerance=1), layer_bytes={"language_model": (10**9,) * 12})
-    found = simulate_trace(job, path, microbatch_samples=4)
+    found = replay_resilience(resilience_of(job, 10), path)
 
     text = trace_text(found)
     assert text.startswith("10m.csv: 40 min 00 s, up to 10 nodes, 4 lost, 0 new; fault tolerance 1\n")
@@ -67,7 +68,7 @@ def test_a_plan_has_all_that_a_replay_needs(tmp_path: Path) -> None:
     job = even_job(range(2, 9), fault_tolerance=1)
     whole = resilience_of(job, 10)
     found = replay_resilience(whole, path)
-    assert found == simulate_trace(job, path, microbatch_samples=4)
+    assert found == replay_trace(job, read_trace(path), microbatch_samples=4)
     assert remarks(found, whole) == ()
 
 

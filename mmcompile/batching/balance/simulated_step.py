@@ -295,7 +295,7 @@ def _links(shape: StepShape, units: Sequence[Unit], edges: Sequence[CrossEdge]) 
 
 def _shares(name: str, chains: Sequence[Chain]) -> tuple[StageShare, ...]:
     stages = [stage for chain in chains for stage in chain.stages]
-    total_s = sum(stage.prediction.forward_s + stage.prediction.backward_s for stage in stages)
+    total_s = sum(stage.prediction.times.total_s for stage in stages)
     if not total_s > 0:
         raise PlanError(f"the stages of {name} are predicted to take no time; make the plan anew with `mmcompile plan`")
     return tuple(

@@ -13,9 +13,8 @@ from mmcompile.planner.exact.rules import Cap, Count, Demand, Unsatisfiable
 from mmcompile.planner.exact.seed import least_tails, narrowed, seed
 from mmcompile.planner.exact.solver_model import Model
 from mmcompile.planner.exact.split_problem import ExactProblem, sharing, slowest_ps
-from mmcompile.planner.plan.stage_rows import counted
 from mmcompile.planner.search.partition import PER_SECOND
-from mmcompile.units import format_bytes, format_seconds
+from mmcompile.units import counted, format_bytes, format_seconds
 
 _WIDENED = 8
 """Number of stages of a chain, beyond the demanded count, that an explanation considers."""

@@ -8,9 +8,8 @@ from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Constraint, EqualTp, MemoryCap, On, SameStage, StageRange
-from mmcompile.planner.plan.stage_rows import counted
 from mmcompile.planner.search.layer_names import LayersByChain, chain_index, find
-from mmcompile.units import format_bytes
+from mmcompile.units import counted, format_bytes
 
 
 def demands(

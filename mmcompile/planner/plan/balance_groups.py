@@ -6,7 +6,7 @@ microbatches; values for the language model's group are exchanged sample by samp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.plan import Plan
@@ -22,7 +22,7 @@ def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
     Raises:
         PlanError: chains of one balance group have different numbers of replicas.
     """
-    pairs = _feeds(plan)
+    pairs = plan.chain_edges
     last = _reached(plan.chains[-1].name, pairs)
     others = [pair for pair in pairs if last.isdisjoint(pair)]
     joined = [*others, *((target, source) for source, target in others)]
@@ -37,13 +37,6 @@ def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
     return {**found, final[0].name: final}
 
 
-def _feeds(plan: Plan) -> list[tuple[str, str]]:
-    """Return pairs (chain name, name of a chain that reads its output), each pair once."""
-    chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
-    pairs = ((chain_of[link.source], chain_of[link.target]) for link in plan.links)
-    return [(source, target) for source, target in dict.fromkeys(pairs) if source != target]
-
-
 def _reached(start: str, pairs: Sequence[tuple[str, str]]) -> set[str]:
     found, waiting = {start}, [start]
     while waiting:
@@ -54,9 +47,8 @@ def _reached(start: str, pairs: Sequence[tuple[str, str]]) -> set[str]:
     return found
 
 
-def _members(plan: Plan, names: Iterable[str]) -> tuple[Chain, ...]:
-    kept = set(names)
-    members = tuple(chain for chain in plan.chains if chain.name in kept)
+def _members(plan: Plan, names: set[str]) -> tuple[Chain, ...]:
+    members = tuple(chain for chain in plan.chains if chain.name in names)
     if len({chain.dp for chain in members}) > 1:
         counts = ", ".join(f"{chain.name} has {chain.dp}" for chain in members)
         raise PlanError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mmcompile.planner.plan.plan_record import BubbleShare, Chain, PlanRecord, Stage
-from mmcompile.planner.plan.stage_rows import milliseconds
-from mmcompile.units import format_bytes
+from mmcompile.units import format_bytes, milliseconds
 
 EVEN = 0.03
 """Relative deviation from the mean time within which stages count as even, so that no other cut helps."""
@@ -52,7 +51,7 @@ class RankGroup:
     @property
     def seconds(self) -> float:
         """Predicted seconds of one microbatch's forward and backward in all stages of the group."""
-        return sum(stage.prediction.forward_s + stage.prediction.backward_s for stage in self.stages)
+        return sum(stage.prediction.times.total_s for stage in self.stages)
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +116,7 @@ def _faster(plan: PlanRecord, slowest: RankGroup, excess: float) -> str:
     chain = chain_of_stage(plan, stage.name)
     if len(stage.layer_names) == 1:
         return f"it is a single layer: only more ranks for {chain.name}'s tensors or tokens shorten it"
-    total_s = sum(other.prediction.forward_s + other.prediction.backward_s for other in chain.stages)
+    total_s = sum(other.prediction.times.total_s for other in chain.stages)
     count = len(chain.stages) + 1
     gain = f"would make about {milliseconds(total_s / count)} ms"
     used = len({rank for other in plan.stages for rank in other.ranks})
@@ -130,24 +129,17 @@ def _fullest(plan: PlanRecord, loads: tuple[RankGroup, ...]) -> Bottleneck:
     limit = memory_bytes(plan)
     fullest = max(loads, key=lambda load: load.num_bytes)
     share = fullest.num_bytes / limit
-    parts = _parts(fullest)
+    parts = Counter[str]()
+    for stage in fullest.stages:
+        parts.update(stage.prediction.memory_bytes)
+    del parts["total"]
     largest = max(parts, key=lambda part: parts[part])
     flying = f" of {fullest.in_flight} in flight" if largest == "activations" else ""
     what = (
         f"fullest: {fullest.name}, {format_bytes(fullest.num_bytes)} of {format_bytes(limit)} ({share:.0%}), "
-        f"mostly {largest}{flying}"
+        f"mostly {'optimizer state' if largest == 'optimizer' else largest}{flying}"
     )
     return Bottleneck(kind="memory", where=fullest.name, what=what, advice=_smaller(plan, largest, share))
-
-
-def _parts(load: RankGroup) -> Mapping[str, int]:
-    predictions = [stage.prediction for stage in load.stages]
-    return {
-        "parameters": sum(predicted.parameter_bytes for predicted in predictions),
-        "gradients": sum(predicted.gradient_bytes for predicted in predictions),
-        "optimizer state": sum(predicted.optimizer_bytes for predicted in predictions),
-        "activations": sum(predicted.activation_bytes for predicted in predictions),
-    }
 
 
 def _smaller(plan: PlanRecord, largest: str, share: float) -> str:
@@ -209,7 +201,7 @@ def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankGroup, 
             return f"more microbatches than {plan.num_microbatches}, or fewer stages in a row than {depth}, shrink it"
         case "stages":
             slowest = max(loads, key=lambda load: load.seconds)
-            if any(stage.name in {own.name for own in _chain_named(plan, chain).stages} for stage in slowest.stages):
+            if any(chain_of_stage(plan, stage.name).name == chain for stage in slowest.stages):
                 return f"cut {chain} more evenly, or give it a stage more"
             return f"{slowest.name} sets the pace: it needs more devices, {chain} fewer or none of its own"
         case "microbatches":
@@ -221,10 +213,13 @@ def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankGroup, 
             return f"the largest message is {link.source} -> {link.target}, {format_bytes(link.num_bytes)}; keep them on one node"
 
 
-def _chain_named(plan: PlanRecord, name: str) -> Chain:
-    return next(chain for chain in plan.chains if chain.name == name)
-
-
 def chain_of_stage(plan: PlanRecord, stage: str) -> Chain:
     """Return the chain that contains the stage with a name."""
     return next(chain for chain in plan.chains if any(own.name == stage for own in chain.stages))
+
+
+def bubble_text(share: BubbleShare) -> str:
+    """Return the idle share of a chain by cause as text: `vision idle 12.0%: filling and draining 8.0%, links 4.0%`."""
+    shares = causes(share)
+    named = (f"{CAUSE_WORDS[cause]} {value:.1%}" for cause, value in shares.items() if value >= 0.0005)
+    return f"{share.chain} idle {sum(shares.values()):.1%}: {', '.join(named) or 'never'}"

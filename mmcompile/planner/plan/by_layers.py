@@ -54,13 +54,11 @@ def layer_of(stage: str) -> LayerId:
 
 def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
     layers = [
-        (stage, segment.component, layer)
+        (stage, component, layer, name)
         for stage in chain.stages
-        for segment in stage.segments
-        for layer in range(segment.first, segment.last)
+        for (component, layer), name in zip(stage.layers, stage.layer_names, strict=True)
     ]
-    names = [name for stage in chain.stages for name in stage.layer_names]
-    for index, ((stage, component, layer), name) in enumerate(zip(layers, names, strict=True)):
+    for index, (stage, component, layer, name) in enumerate(layers):
         yield replace(
             stage,
             name=layer_name(LayerId(chain=chain.name, index=index)),
@@ -74,14 +72,10 @@ def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
 
 def _depths(plan: Plan) -> Mapping[str, int]:
     """Return chain name -> depth of the chain's last layer: the layers between it and the loss."""
-    chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
-    feeds = {(chain_of[link.source], chain_of[link.target]) for link in plan.links}
-    length = {
-        chain.name: sum(s.last - s.first for stage in chain.stages for s in stage.segments) for chain in plan.chains
-    }
+    length = {chain.name: sum(len(stage.layers) for stage in chain.stages) for chain in plan.chains}
     found = {plan.chains[-1].name: 0}
     # Chains stand in topological order.
     for chain in reversed(plan.chains[:-1]):
-        fed = [target for source, target in feeds if source == chain.name != target]
+        fed = [target for source, target in plan.chain_edges if source == chain.name]
         found[chain.name] = 1 + max((found[name] + length[name] - 1 for name in fed), default=0)
     return found

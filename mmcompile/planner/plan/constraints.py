@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmcompile.errors import ConfigError
-from mmcompile.planner.plan.stage_rows import counted
+from mmcompile.units import counted
 
 _UNITS = {
     "TiB": 2**40,
@@ -139,9 +139,9 @@ def parse_constraint(text: str) -> Constraint:
     kind, _, rest = text.strip().partition(":")
     rest = rest.strip()
     if kind == "equal-tp":
-        return EqualTp(components=_names(text, rest, 2) if rest else ())
+        return EqualTp(components=_names(text, rest) if rest else ())
     if kind in ("together", "apart"):
-        layers = _names(text, rest, 2)
+        layers = _names(text, rest)
         if kind == "apart" and len(layers) > 2:
             raise _bad(text, "it takes two: apart:A,B, one constraint a pair")
         return SameStage(layers=layers, same=kind == "together")
@@ -201,10 +201,10 @@ def _stage_range(text: str, rest: str) -> StageRange:
     return StageRange(chain=match[1], low=low, high=high)
 
 
-def _names(text: str, rest: str, least: int) -> tuple[str, ...]:
+def _names(text: str, rest: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in rest.split(","))
-    if not all(names) or len(set(names)) < max(least, len(names)):
-        raise _bad(text, f"it needs {least} or more different names, separated by commas")
+    if not all(names) or len(set(names)) < max(2, len(names)):
+        raise _bad(text, "it needs 2 or more different names, separated by commas")
     return names
 
 

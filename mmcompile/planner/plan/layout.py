@@ -71,8 +71,6 @@ def lay_out(
     """Place nodes in the grid and route edges (source name, target name), each from a lower to a higher column.
 
     Args:
-        nodes: boxes to place.
-        edges: (source name, target name) of each edge.
         framed: True to leave room for a frame around each box.
         row_gap: number of free cells between rows; lanes for edges are added to it.
     """
@@ -114,8 +112,10 @@ def _place(
 ) -> dict[str, DiagramBox]:
     columns = sorted({node.column for node in nodes})
     rows = sorted({node.row for node in nodes})
-    frame = 2 * framed
-    widths = {column: frame + max(_width(node) for node in nodes if node.column == column) for column in columns}
+    frame, length = 2 * framed, {node.name: max(map(len, node.lines)) for node in nodes}
+    widths = {
+        column: frame + 2 + max(length[node.name] for node in nodes if node.column == column) for column in columns
+    }
     heights = {row: frame + max(len(node.lines) for node in nodes if node.row == row) for row in rows}
     x_of, y_of, x, y = {}, {}, 0, 0
     for column in columns:
@@ -130,10 +130,6 @@ def _place(
         )
         for node in nodes
     }
-
-
-def _width(node: Node) -> int:
-    return 2 + max(len(line) for line in node.lines)
 
 
 def _route(

@@ -24,6 +24,10 @@ _LINES = {
 }
 
 
+_STEPS = {(1, 0): (_RIGHT, _LEFT), (-1, 0): (_LEFT, _RIGHT), (0, 1): (_DOWN, _UP), (0, -1): (_UP, _DOWN)}
+"""Step of a line -> direction bit in the cell that it leaves, and in the cell that it enters."""
+
+
 def line_art(layout: DiagramLayout) -> str:
     """Return a layout as lines of text, without trailing spaces."""
     canvas = [[" "] * layout.width for _ in range(layout.height)]
@@ -38,9 +42,9 @@ def _draw_paths(canvas: list[list[str]], layout: DiagramLayout) -> None:
     for path in layout.paths:
         for (x0, y0), (x1, y1) in zip(path.points, path.points[1:], strict=False):
             step_x, step_y = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
-            leave, enter = _bits(step_x, step_y)
             x, y = x0, y0
             while (x, y) != (x1, y1):
+                leave, enter = _STEPS[step_x, step_y]
                 directions[x, y] = directions.get((x, y), 0) | leave
                 x, y = x + step_x, y + step_y
                 directions[x, y] = directions.get((x, y), 0) | enter
@@ -49,13 +53,6 @@ def _draw_paths(canvas: list[list[str]], layout: DiagramLayout) -> None:
     for path in layout.paths:
         x, y = path.points[-1]
         canvas[y][x] = "▶"
-
-
-def _bits(step_x: int, step_y: int) -> tuple[int, int]:
-    """Return (direction bit in the cell that a line's step leaves, bit in the cell it enters); right gives (_RIGHT, _LEFT)."""
-    if step_x:
-        return (_RIGHT, _LEFT) if step_x > 0 else (_LEFT, _RIGHT)
-    return (_DOWN, _UP) if step_y > 0 else (_UP, _DOWN)
 
 
 def _draw_box(canvas: list[list[str]], box: DiagramBox, *, framed: bool) -> None:

@@ -105,9 +105,7 @@ class Placement:
 def check_runnable(plan: Plan) -> None:
     """Raise PlanError if the engine cannot run a plan, although the plan can be printed and simulated.
 
-    Raises:
-        PlanError: the message names every parallel axis that cannot run, and how to plan without it; or chains of one balance
-            group have different numbers of replicas.
+    The message names every parallel axis that cannot run, or chains of one balance group with different numbers of replicas.
     """
     last = plan.chains[-1]
     found = [
@@ -171,12 +169,7 @@ def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
 
 
 def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
-    """Return the program names of a replica's shards: `language_model.0@1` is the second. An unsharded stage keeps its name.
-
-    Args:
-        stage: stage of the plan.
-        num_replicas: number of replicas that the stage's ranks are divided into.
-    """
+    """Return the program names of a replica's shards: `language_model.0@1` is the second. An unsharded stage keeps its name."""
     count = len(stage.ranks) // num_replicas
     if count == 1:
         return (stage.name,)

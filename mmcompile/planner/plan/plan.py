@@ -84,11 +84,7 @@ _REMAKE = "make it anew with `mmcompile plan`"
 
 
 def check_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
-    """Raise StalePlanError if a plan was made for another model, other parameters or other library versions.
-
-    Raises:
-        StalePlanError: the message names the first field that differs, with the values of the plan and of the model.
-    """
+    """Raise StalePlanError, which names the first field that differs, if a plan was made for another model or other versions."""
     for item in fields(Fingerprint):
         got, wanted = getattr(plan.fingerprint, item.name), getattr(fingerprint, item.name)
         if got != wanted:

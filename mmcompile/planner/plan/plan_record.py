@@ -12,6 +12,7 @@ from typing import Literal
 
 from mmcompile.config import Attention, Recompute, ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Polynomial
 from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.planner.plan.geometry import Geometry
@@ -56,14 +57,35 @@ class StagePrediction:
     in_flight: int
 
     @property
-    def backward_s(self) -> float:
-        """Seconds of one microbatch's backward: input gradient and weight gradient."""
-        return self.input_grad_s + self.weight_grad_s
+    def times(self) -> LayerTimes:
+        """Seconds of forward, input gradient and weight gradient."""
+        return LayerTimes(forward_s=self.forward_s, input_grad_s=self.input_grad_s, weight_grad_s=self.weight_grad_s)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that one microbatch keeps for its backward."""
+        return self.activation_bytes // self.in_flight if self.in_flight else 0
 
     @property
     def total_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and activations."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        return self.fixed_bytes + self.activation_bytes
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Use of memory -> bytes; the last entry is the total."""
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activation_bytes,
+            "total": self.total_bytes,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +111,15 @@ class Stage:
     """
 
     @property
+    def layers(self) -> list[tuple[str, int]]:
+        """(component, layer index) of each layer, in order."""
+        return [(own.component, layer) for own in self.segments for layer in range(own.first, own.last)]
+
+    @property
     def modes(self) -> Mapping[tuple[str, int], Recompute]:
         """(component, layer index) -> recomputation mode, without layers where recomputation saves nothing."""
-        layers = [(own.component, layer) for own in self.segments for layer in range(own.first, own.last)]
-        modes = self.recompute or ("none" if self.has_backward else None,) * len(layers)
-        return {layer: mode for layer, mode in zip(layers, modes, strict=True) if mode is not None}
+        modes = self.recompute or ("none" if self.has_backward else None,) * len(self.layers)
+        return {layer: mode for layer, mode in zip(self.layers, modes, strict=True) if mode is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +289,13 @@ class PlanRecord:
     def stages(self) -> tuple[Stage, ...]:
         """Stages of all chains, chain by chain."""
         return tuple(stage for chain in self.chains for stage in chain.stages)
+
+    @property
+    def chain_edges(self) -> list[tuple[str, str]]:
+        """(chain name, name of another chain that reads its output), each pair once, in the order of the links."""
+        owner = {stage.name: chain.name for chain in self.chains for stage in chain.stages}
+        pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in self.links)
+        return [(source, target) for source, target in pairs if source != target]
 
     def stage(self, name: str) -> Stage:
         """Return the stage with a name. An unknown name raises KeyError, which lists the valid names."""

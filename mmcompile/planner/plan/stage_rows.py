@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
 from itertools import pairwise
 
 from mmcompile.config import Recompute
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
+from mmcompile.units import columns, counted, milliseconds, runs, span
 
 _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
 """Relative differences below which neighbouring stages' times count as alike; the first with few enough rows is used."""
@@ -16,12 +18,6 @@ _MAX_RANGES = 2
 
 Fold = tuple[Stage, ...]
 """Neighbouring stages of one chain that share one row of the table."""
-
-
-def _fold_name(fold: Fold) -> str:
-    """Return the name of a row: `language_model.3..14 x12`, or the stage's own name if it is alone."""
-    first, last = fold[0].name, fold[-1].name
-    return first if len(fold) == 1 else f"{first}..{last.rpartition('.')[2]} x{len(fold)}"
 
 
 def _fold_layers(fold: Fold) -> str:
@@ -34,7 +30,7 @@ def _fold_layers(fold: Fold) -> str:
         first, _ = spans.get(segment.component, (segment.first, 0))
         spans[segment.component] = first, segment.last - 1
     texts = [f"{name} {first}" + (f"..{last}" if last > first else "") for name, (first, last) in spans.items()]
-    each = _span((len(stage.layer_names) for stage in fold), str)
+    each = span(len(stage.layer_names) for stage in fold)
     return ", ".join(texts) + (f" ({each} each)" if len(fold) > 1 else "")
 
 
@@ -52,21 +48,14 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
     """Yield a header and at most `max_rows` rows as text; a last line counts the chains that are left out."""
     folds = folded(chains, max_rows)
     shown = folds if len(folds) <= max_rows else folds[: max_rows - 1]
-    unit, scale = _memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
+    largest = max(stage.prediction.total_bytes for chain in chains for stage in chain.stages)
+    unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     header = ("stage", "layers", "devices", "fwd ms", "input-grad", "weight-grad")
     memory = (f"param {unit}", "grad", "optim", "activ", "total")
     rows = [_row(fold, scale) for fold in shown]
-    yield from columns([(*header, *memory, "live", "frozen"), *rows], left={0, 1, 2})
+    yield from columns([(*header, *memory, "live", "frozen"), *rows], left=(0, 1, 2))
     if len(shown) < len(folds):
         yield f"and {counted(len(folds) - len(shown), 'more chain')}"
-
-
-def _frozen_share(stages: Iterable[Stage]) -> float | None:
-    """Return the share of parameter bytes that does not train, 0..1; None for stages without parameters."""
-    predictions = [stage.prediction for stage in stages]
-    total = sum(prediction.parameter_bytes for prediction in predictions)
-    trained = sum(min(prediction.gradient_bytes, prediction.parameter_bytes) for prediction in predictions)
-    return 1 - trained / total if total else None
 
 
 def recompute_text(stages: Iterable[Stage]) -> str:
@@ -83,9 +72,11 @@ def recompute_text(stages: Iterable[Stage]) -> str:
 
 def frozen_text(stages: Iterable[Stage]) -> str:
     """Return text for the frozen share: `"97%"`; `"-"` without parameters. Only exact values are shown as 0% or 100%."""
-    share = _frozen_share(stages)
-    if share is None:
+    predictions = [stage.prediction for stage in stages]
+    total = sum(prediction.parameter_bytes for prediction in predictions)
+    if not total:
         return "-"
+    share = 1 - sum(min(each.gradient_bytes, each.parameter_bytes) for each in predictions) / total
     if 0.995 <= share < 1:
         return ">99%"
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
@@ -93,45 +84,13 @@ def frozen_text(stages: Iterable[Stage]) -> str:
 
 def rank_ranges(ranks: Iterable[int]) -> str:
     """Return text for ranks: `"0-2,8-9"`; a long repetition as `"0-7,16-23,..,112-119"`, others as `"0-7,9-11 and 6 more"`."""
-    ranges: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
+    ranges = runs(sorted(set(ranks)))
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
     if len(texts) <= _MAX_RANGES + 1:
         return ",".join(texts)
     shown = ",".join(texts[:_MAX_RANGES])
     steps = {(next_[0] - first, next_[1] - last) for (first, last), next_ in pairwise(ranges)}
     return f"{shown},..,{texts[-1]}" if len(steps) == 1 else f"{shown} and {len(texts) - _MAX_RANGES} more"
-
-
-def counted(count: float, what: str) -> str:
-    """Return a count with its noun: `(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
-    return f"{count:.4g} {what}" + ("s" if count != 1 else "")
-
-
-def milliseconds(seconds: float) -> str:
-    """Return seconds as text in milliseconds: `0.0271828` -> `"27.18"`, with four digits, without exponent for large values."""
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _memory_unit(largest: int) -> tuple[str, int]:
-    """Return the unit of a memory column and its bytes: GiB, or MiB if the largest value is below 1 GiB."""
-    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-
-
-def columns(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
-    """Yield rows of cells as lines with aligned columns. Columns in `left` are left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells)
 
 
 def _runs(stages: Sequence[Stage], tolerance: float) -> Iterator[Fold]:
@@ -149,7 +108,7 @@ def _alike(first: Stage, other: Stage, tolerance: float) -> bool:
         return True
     if _kind(first) != _kind(other):
         return False
-    times = zip(_times(first), _times(other), strict=True)
+    times = zip(astuple(first.prediction.times), astuple(other.prediction.times), strict=True)
     return all(abs(one - two) <= tolerance * max(one, two) for one, two in times)
 
 
@@ -158,36 +117,19 @@ def _kind(stage: Stage) -> tuple[bool, bool, list[str]]:
     return stage.has_backward, stage.prediction.gradient_bytes > 0, components
 
 
-def _times(stage: Stage) -> tuple[float, float, float]:
-    predicted = stage.prediction
-    return predicted.forward_s, predicted.input_grad_s, predicted.weight_grad_s
-
-
 def _row(fold: Fold, scale: int) -> tuple[str, ...]:
     predictions = [stage.prediction for stage in fold]
     backward = any(stage.has_backward for stage in fold)
-    sizes = (
-        [predicted.parameter_bytes for predicted in predictions],
-        [predicted.gradient_bytes for predicted in predictions],
-        [predicted.optimizer_bytes for predicted in predictions],
-        [predicted.activation_bytes for predicted in predictions],
-        [predicted.total_bytes for predicted in predictions],
-    )
+    forward, *gradients = zip(*(astuple(predicted.times) for predicted in predictions), strict=True)
+    sizes = zip(*(predicted.memory_bytes.values() for predicted in predictions), strict=True)
+    first, last = fold[0].name, fold[-1].name
     return (
-        _fold_name(fold),
+        first if len(fold) == 1 else f"{first}..{last.rpartition('.')[2]} x{len(fold)}",
         _fold_layers(fold),
         rank_ranges(rank for stage in fold for rank in stage.ranks),
-        _span((predicted.forward_s for predicted in predictions), milliseconds),
-        _span((predicted.input_grad_s for predicted in predictions), milliseconds) if backward else "-",
-        _span((predicted.weight_grad_s for predicted in predictions), milliseconds) if backward else "-",
-        *(_span(size, lambda value: f"{value / scale:.2f}") for size in sizes),
-        _span((predicted.in_flight for predicted in predictions), str) if backward else "-",
+        span(forward, milliseconds),
+        *(span(times, milliseconds) if backward else "-" for times in gradients),
+        *(span(size, lambda value: f"{value / scale:.2f}") for size in sizes),
+        span(predicted.in_flight for predicted in predictions) if backward else "-",
         frozen_text(fold),
     )
-
-
-def _span(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """Return a range of values as text, `smallest..largest`; a single text if both ends read alike."""
-    listed = list(values)
-    least, most = text(min(listed)), text(max(listed))
-    return least if least == most else f"{least}..{most}"

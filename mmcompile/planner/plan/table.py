@@ -7,14 +7,15 @@ alternatives, notes, links and shared values share the rest, and count what does
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, Cause, bottlenecks, causes
+from mmcompile.planner.plan.bottlenecks import bottlenecks, bubble_text, causes
 from mmcompile.planner.plan.layout import Node, lay_out
 from mmcompile.planner.plan.line_art import line_art
 from mmcompile.planner.plan.plan_record import Chain, Cut, Link, PlanRecord, SharedValue
-from mmcompile.planner.plan.stage_rows import counted, frozen_text, recompute_text, stage_table
-from mmcompile.units import format_bytes, format_seconds
+from mmcompile.planner.plan.stage_rows import frozen_text, recompute_text, stage_table
+from mmcompile.units import counted, format_bytes, format_seconds, labelled
 
 _MAX_LINES = 40
 _MAX_STAGE_ROWS = 10
@@ -28,22 +29,20 @@ _LABEL = 13
 def format_plan(plan: PlanRecord) -> str:
     """Return a plan as text, at most forty lines: layout, times, memory, bottlenecks and reasons."""
     head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
-    head += _labelled("predicted", _prediction(plan))
-    head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
+    head += labelled("predicted", _prediction(plan), _LABEL)
+    head += labelled("bottlenecks", [str(one) for one in bottlenecks(plan)], _LABEL)
     if plan.resilience is not None:
-        head += _labelled("resilience", [plan.resilience.promise])
+        head += labelled("resilience", [plan.resilience.promise], _LABEL)
     room = _MAX_LINES - len(head)
     return "\n".join(line.rstrip() for line in [*head, *_rest(plan, room)])
 
 
 def _header(plan: PlanRecord) -> list[str]:
     used = len({rank for stage in plan.stages for rank in stage.ranks})
-    count = counted(len(plan.stages), "stage")
-    devices = (
-        f"{used} of {plan.cluster.num_devices} devices" if used <= plan.cluster.num_devices else f"{used} processes"
-    )
+    available = plan.cluster.num_devices
+    devices = f"{used} of {available} devices" if used <= available else f"{used} processes"
     first = (
-        f"{plan.fingerprint.model} on {plan.cluster}: {count} on {devices}, {plan.schedule}, "
+        f"{plan.fingerprint.model} on {plan.cluster}: {counted(len(plan.stages), 'stage')} on {devices}, {plan.schedule}, "
         f"recompute {recompute_text(plan.stages)}, {_batch(plan)}"
     )
     second = [
@@ -58,7 +57,7 @@ def _header(plan: PlanRecord) -> list[str]:
 
 def _batch(plan: PlanRecord) -> str:
     replicas = plan.chains[-1].dp
-    steps = f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    steps = counted(plan.num_microbatches, "microbatch")
     steps += f" x {replicas} replicas" if replicas > 1 else ""
     if not plan.global_batch:
         return steps
@@ -66,10 +65,18 @@ def _batch(plan: PlanRecord) -> str:
 
 
 def _boxes(plan: PlanRecord) -> list[str]:
-    """Return lines that show chains as boxes with their edges; frames are left out if there are many chains."""
-    edges = _edges(plan)
+    """Return lines that show chains as boxes with their edges; frames are left out if there are many chains.
+
+    Without links, every other chain feeds the last.
+    """
+    edges = plan.chain_edges or [(chain.name, plan.chains[-1].name) for chain in plan.chains[:-1]]
     columns_of = _columns(plan.chains, edges)
-    parallel = _rows(plan.chains, columns_of)
+    # The first free row of the chain's column.
+    taken: Counter[int] = Counter()
+    parallel: dict[str, int] = {}
+    for chain in plan.chains:
+        parallel[chain.name] = taken[columns_of[chain.name]]
+        taken[columns_of[chain.name]] += 1
     many = max(parallel.values())
     if many >= _MAX_BOX_ROWS:
         return [f"{len(plan.chains)} chains, too many to draw"]
@@ -85,16 +92,6 @@ def _boxes(plan: PlanRecord) -> list[str]:
     return line_art(lay_out(nodes, edges, framed=many < 3, row_gap=0)).splitlines()
 
 
-def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
-    """Return pairs (chain, chain that it feeds) from the plan's links; without links, every other chain feeds the last."""
-    owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
-    pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
-    crossing = [pair for pair in pairs if pair[0] != pair[1]]
-    if crossing or len(plan.chains) == 1:
-        return crossing
-    return [(chain.name, plan.chains[-1].name) for chain in plan.chains[:-1]]
-
-
 def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
     """Return chain name -> column in the diagram: one left of the leftmost chain that it feeds."""
     distance = {chain.name: 0 for chain in chains}
@@ -103,16 +100,6 @@ def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[
         distance[source] = max(distance[source], distance[target] + 1)
     farthest = max(distance.values())
     return {name: farthest - steps for name, steps in distance.items()}
-
-
-def _rows(chains: Sequence[Chain], columns_of: Mapping[str, int]) -> dict[str, int]:
-    """Return chain name -> row in the diagram: the first free row of its column."""
-    taken: dict[int, int] = {}
-    rows: dict[str, int] = {}
-    for chain in chains:
-        rows[chain.name] = taken.get(columns_of[chain.name], 0)
-        taken[columns_of[chain.name]] = rows[chain.name] + 1
-    return rows
 
 
 def _chain_lines(chain: Chain) -> tuple[str, str]:
@@ -131,22 +118,14 @@ def _prediction(plan: PlanRecord) -> list[str]:
         f"gap {predicted.gap:.1%}",
     ]
     if plan.global_batch and predicted.iteration_s:
-        parts.insert(1, f"{_rate(plan.global_batch / predicted.iteration_s)} samples/s")
+        rate = plan.global_batch / predicted.iteration_s
+        parts.insert(1, f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
     if predicted.reduce_s:
         parts.append(f"{format_seconds(predicted.reduce_s)} of it reduces gradients and steps")
     shares = sorted(predicted.bubbles, key=lambda share: -sum(causes(share).values()))
-    rows = [_bubble(share.chain, causes(share)) for share in shares[:_MAX_BUBBLES]]
+    rows = [bubble_text(share) for share in shares[:_MAX_BUBBLES]]
     left = [f"and {counted(len(shares) - len(rows), 'more chain')}"] if len(shares) > len(rows) else []
     return [", ".join(parts), *rows, *left]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _bubble(chain: str, shares: Mapping[Cause, float]) -> str:
-    named = (f"{CAUSE_WORDS[cause]} {share:.1%}" for cause, share in shares.items() if share >= 0.0005)
-    return f"{chain} idle {sum(shares.values()):.1%}: " + (", ".join(named) or "never")
 
 
 def _rest(plan: PlanRecord, room: int) -> list[str]:
@@ -167,7 +146,7 @@ def _rest(plan: PlanRecord, room: int) -> list[str]:
         shown = _first(sections[name], count)
         if name == "templates" and resilience is not None:
             shown = resilience.rows(count)
-        lines += _labelled(name, shown)
+        lines += labelled(name, shown, _LABEL)
     return lines
 
 
@@ -229,10 +208,6 @@ def _shared(value: SharedValue) -> str:
     did = "computed again in each" if value.choice == "recompute" else "sent"
     times = f"{format_seconds(value.recompute_s)} to compute, {format_seconds(value.send_s)} to send"
     return f"{value.name} {did} of {_names(value.stages)}: {times}"
-
-
-def _labelled(label: str, lines: Sequence[str]) -> list[str]:
-    return [f"{label if index == 0 else '':<{_LABEL}}{line}" for index, line in enumerate(lines)]
 
 
 def _names(names: Iterable[str]) -> str:

@@ -57,8 +57,6 @@ def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> 
     knapsack over nodes and pipelines. The least deadline is found by bisection over all possible end times.
 
     Args:
-        job: templates, batch, and the least number of pipelines.
-        num_nodes: number of available nodes.
         like: node count -> number of running pipelines, by which tied combinations are sorted.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Generic
 
 import numpy as np
@@ -35,7 +36,7 @@ class _Need(Generic[Holder]):
 def plan_copies(
     job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]
 ) -> tuple[LayerCopy[Holder], ...]:
-    """Return the copies after which every node, or worker, holds the layers that it runs.
+    """Return the copies, by round, after which every node, or worker, holds the layers that it runs.
 
     Each layer, the largest first, is assigned to the holder with the fewest bytes to send. Then layers are moved to other holders
     as long as the busiest holder gets fewer bytes. With equal layers the busiest source is the lightest possible. The number of
@@ -43,12 +44,8 @@ def plan_copies(
     graphs).
 
     Args:
-        job: sizes of layers.
         needed: node -> layers it runs, bool [layers].
         holdings: node -> layers it holds, bool [layers], for all nodes that can send, leaving nodes included.
-
-    Returns:
-        Copies by round.
 
     Raises:
         KeyError: a layer that is needed has no holder.
@@ -157,17 +154,13 @@ def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):
         ends = (("from", source), ("to", destination))
-        first, second = (_free(at[end]) for end in ends)
+        first, second = (next(turn for turn in count() if turn not in at[end]) for end in ends)
         if first != second:
             _swap(edges, at, colour, ends[1], first, second)
         colour.append(first)
         for end in ends:
             at[end][first] = edge
     return colour
-
-
-def _free(used: Mapping[int, int]) -> int:
-    return next(colour for colour in range(len(used) + 1) if colour not in used)
 
 
 def _swap(

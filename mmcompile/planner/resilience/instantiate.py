@@ -6,7 +6,6 @@ The microbatches of a step are dealt to pipelines that are not equally fast.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,10 +25,6 @@ def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
 
     All combinations of templates that use every node are considered, with at least as many pipelines as fault tolerance needs.
     The one with the shortest step is chosen.
-
-    Args:
-        job: templates, batch and fault tolerance.
-        nodes: all nodes of the run.
     """
     if len(nodes) < job.min_nodes:
         return too_few(job, len(nodes))
@@ -44,7 +39,6 @@ def recompose(
     """Return the plan with the shortest step on given nodes, and among equals the one with most bytes kept in place; no copies.
 
     Args:
-        job: templates, batch and fault tolerance.
         nodes: candidates, at least `job.min_nodes`.
         holdings: node -> layers that it holds, bool [layers].
         running: node count -> number of running pipelines; among equally fast combinations, similar ones are tried first.
@@ -66,9 +60,7 @@ def bind(
     """Return the node for every place of every pipeline, such that most bytes stay in place: an exact assignment.
 
     Args:
-        job: templates and bytes of layers.
         sizes: nodes of each pipeline; their sum is at most the number of nodes.
-        nodes: candidates.
         holdings: node -> layers that it holds with their optimizer state, bool [layers]; an absent node holds none.
     """
     held = np.array([holdings.get(node, np.zeros(len(job.layers), dtype=bool)) for node in nodes], dtype=np.float64)
@@ -116,17 +108,10 @@ def with_microbatches(job: Job, groups: Sequence[Sequence[Node]]) -> tuple[NodeP
 
 
 def split(templates: Sequence[Template], num_microbatches: int) -> tuple[int, ...]:
-    """Return each pipeline's number of microbatches, at least one, such that the slowest pipeline ends as early as possible.
+    """Return each template's number of microbatches, at least one, such that the slowest pipeline ends as early as possible.
 
     Minimises `max_i fill_i + b_i * w_i` exactly: the next microbatch goes to the pipeline that would finish first with it
     (ties to the first). Oobleck's Eq. 2.6 minimises the spread of the pipelines' times instead, which is no shorter.
-
-    Args:
-        templates: one for each pipeline.
-        num_microbatches: number of microbatches of the step.
-
-    Returns:
-        Microbatches of each pipeline; their sum is `num_microbatches`.
 
     Raises:
         PlanError: there are fewer microbatches than pipelines.
@@ -153,11 +138,6 @@ def held_by(job: Job, pipelines: Sequence[NodePipeline[Node]]) -> dict[Node, np.
         for pipeline in pipelines
         for node, mask in zip(pipeline.nodes, job.needs(len(pipeline.nodes)), strict=True)
     }
-
-
-def sizes_of(pipelines: Sequence[NodePipeline[Node]]) -> Counter[int]:
-    """Return node count -> number of given pipelines that have this many nodes."""
-    return Counter(len(pipeline.nodes) for pipeline in pipelines)
 
 
 def too_few(job: Job, num_nodes: int) -> Stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.template import Template
+from mmcompile.units import runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -46,14 +48,10 @@ LayerRuns = Mapping[str, tuple[tuple[int, int], ...]]
 
 def layer_runs(layers: Iterable[LayerId]) -> LayerRuns:
     """Return layers joined to ranges of neighbours. The layers of a chain must come in ascending order."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    found: defaultdict[str, list[int]] = defaultdict(list)
     for layer in layers:
-        runs = found.setdefault(layer.chain, [])
-        if runs and runs[-1][1] == layer.index:
-            runs[-1] = (runs[-1][0], layer.index + 1)
-        else:
-            runs.append((layer.index, layer.index + 1))
-    return {chain: tuple(runs) for chain, runs in found.items()}
+        found[layer.chain].append(layer.index)
+    return {chain: tuple((first, last + 1) for first, last in runs(own)) for chain, own in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmcompile.errors import ConfigError, PlanError
+from mmcompile.units import runs
 
 
 def node_counts(num_nodes: int, least: int, fault_tolerance: int) -> range:
     """Return the node counts for which a cluster needs templates: `least` to `num_nodes - fault_tolerance * least`.
 
-    Args:
-        num_nodes: number of nodes of the cluster.
-        least: n0, the fewest nodes that hold a replica.
-        fault_tolerance: f, number of nodes that may fail at once.
+    `least` is n0, the fewest nodes that hold a replica; `fault_tolerance` is f, the number of nodes that may fail at once.
 
     Raises:
         ConfigError: `fault_tolerance` is negative.
@@ -68,7 +66,6 @@ class Cover:
 
         Args:
             sizes: node counts of the templates.
-            num_nodes: number of nodes of the whole cluster.
             fault_tolerance: f, number of nodes that may fail at once.
             max_pipelines: largest number of pipelines that a step has microbatches for; None for no limit.
 
@@ -138,11 +135,7 @@ def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
 
 def _listed(counts: Sequence[int]) -> str:
     """Return counts as text, `2, 3 and 5`; three or more in a row as `2..5`."""
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and runs[-1][-1] == count - 1:
-            runs[-1].append(count)
-        else:
-            runs.append([count])
-    words = [word for run in runs for word in ([f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run))]
+    words: list[str] = []
+    for first, last in runs(counts):
+        words += [f"{first}..{last}"] if last > first + 1 else map(str, range(first, last + 1))
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ from mmcompile.planner.resilience.instantiate import (
     held_by,
     planned,
     recompose,
-    sizes_of,
     too_few,
     with_microbatches,
 )
@@ -44,14 +44,13 @@ def reconfigure(
     spares: Sequence[Node] = (),
     holdings: Mapping[Node, np.ndarray] | None = None,
 ) -> MembershipPlan[Node] | Stop | StateLost:
-    """Return the next pipelines after nodes were lost, leave, or join; or the decision to stop, or that state is lost.
+    """Return the next pipelines, with copies and spare nodes, after nodes were lost, leave, or join.
 
     Two candidates: the published rules (`regroup`), which touch few pipelines, and a recomposition of all nodes. The one with the
     shorter step is chosen, then fewer idle nodes, then more state in place, then the rules. Nodes that join are placed by
     recomposition.
 
     Args:
-        job: templates, batch and fault tolerance.
         pipelines: pipelines that ran.
         lost: nodes whose state is gone.
         draining: nodes that leave and can still send what they hold.
@@ -61,23 +60,25 @@ def reconfigure(
             layers that it ran.
 
     Returns:
-        The next pipelines with copies and spare nodes; `Stop` if fewer nodes are left than fault tolerance needs; `StateLost` if
-        a layer has no holder.
+        The plan; `Stop` if fewer nodes are left than fault tolerance needs; `StateLost` if a layer has no holder.
 
     Raises:
         PlanError: a node that joins is there already.
     """
     gone = {*lost, *draining}
     running = [node for pipeline in pipelines for node in pipeline.nodes]
-    _check(joined, {*running, *spares} - set(lost))
+    present = {*running, *spares} - set(lost)
+    if twice := sorted({node for node in joined if node in present or joined.count(node) > 1}):
+        raise PlanError(f"nodes {twice} join and are there already; a node that comes back must have been lost")
     nodes = [*(node for node in (*running, *spares) if node not in gone), *joined]
     known = held_by(job, pipelines) if holdings is None else holdings
     sources = {node: held for node, held in known.items() if node not in lost}
-    if missing := _missing(job, sources):
-        return StateLost(layers=layer_ranges(job.layers[index] for index in missing))
+    missing = np.logical_and.reduce([~held for held in sources.values()] + [job.bytes_of > 0])
+    if missing.any():
+        return StateLost(layers=layer_ranges(job.layers[index] for index in np.flatnonzero(missing)))
     if len(nodes) < job.min_nodes:
         return too_few(job, len(nodes))
-    free = recompose(job, nodes, sources, sizes_of(pipelines))
+    free = recompose(job, nodes, sources, Counter(len(one.nodes) for one in pipelines))
     if joined:
         count = "a node joins" if len(joined) == 1 else f"{len(joined)} nodes join"
         return _with_copies(job, free, sources, f"{count}; {_figures(free)} is the shortest step")
@@ -88,19 +89,6 @@ def reconfigure(
         return _with_copies(job, free, sources, reason)
     reason = f"recomposing all nodes is no better: {_figures(free)}, here {_figures(by_rules)}"
     return _with_copies(job, by_rules, sources, reason)
-
-
-def _check(joined: Sequence[Node], present: Collection[Node]) -> None:
-    twice = sorted(set(joined) & set(present)) or sorted({node for node in joined if joined.count(node) > 1})
-    if twice:
-        raise PlanError(f"nodes {twice} join and are there already; a node that comes back must have been lost")
-
-
-def _missing(job: Job, sources: Mapping[Node, np.ndarray]) -> list[int]:
-    held = np.zeros(len(job.layers), dtype=bool)
-    for one in sources.values():
-        held |= one
-    return np.flatnonzero(~held & (job.bytes_of > 0)).tolist()
 
 
 def _by_rules(

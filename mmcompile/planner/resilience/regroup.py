@@ -37,7 +37,7 @@ class NodeGroups(Generic[Node]):
 def regroup(
     groups: Sequence[Sequence[Node]], lost: Collection[Node], sizes: Sequence[int], spares: Sequence[Node] = ()
 ) -> NodeGroups[Node] | None:
-    """Return the survivors in groups by the published rules; None if they are fewer than one pipeline needs.
+    """Return the survivors in groups by the published rules, fewest nodes first; None if one pipeline needs more nodes.
 
     A pipeline that is too small takes spare nodes, then the last node of the largest pipeline that has more than enough (ties to
     the last). Pipelines that are still too small are joined until they are large enough; what remains goes to the first that is.
@@ -49,9 +49,6 @@ def regroup(
         lost: nodes that are gone.
         sizes: node counts of the templates, ascending.
         spares: idle nodes that are alive.
-
-    Returns:
-        The groups, fewest nodes first, or None where the survivors are fewer than one pipeline needs.
     """
     minimum = sizes[0]
     alive = [[node for node in group if node not in lost] for group in groups]

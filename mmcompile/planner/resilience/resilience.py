@@ -9,7 +9,7 @@ from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.job import Job
 from mmcompile.planner.resilience.nodes import Cover, fewest_pipelines
 from mmcompile.planner.resilience.template import Template, format_templates
-from mmcompile.units import format_seconds
+from mmcompile.units import counted, format_seconds, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +79,17 @@ class Resilience:
         if most >= len(templates):
             return [_row(template) for template in templates]
         if most < 2:
-            return [_together(templates)] * most
+            first, last = templates[0], templates[-1]
+            sizes = f"{first.num_nodes}..{last.num_nodes} nodes ({len(templates)} sizes)"
+            slowest = f"{format_seconds(first.slowest_s)} down to {format_seconds(last.slowest_s)}"
+            return [f"{sizes}: {_stages(templates)}, slowest {slowest}"] * most
         chosen = [round(index * (len(templates) - 1) / (most - 1)) for index in range(most)]
         rows = [_row(templates[index]) for index in chosen]
         rows[-1] += f" (and {len(templates) - most} sizes between)"
         return rows
 
     def __str__(self) -> str:
-        templates = format_templates({template.num_nodes: template for template in self.templates})
-        return f"{self.promise}\n{templates}"
+        return f"{self.promise}\n{format_templates(self.templates)}"
 
 
 def figures(template: Template) -> str:
@@ -98,23 +100,11 @@ def figures(template: Template) -> str:
 
 
 def _row(template: Template) -> str:
-    return f"{template.num_nodes} node{'s' * (template.num_nodes > 1)}: {figures(template)}"
-
-
-def _together(templates: Sequence[Template]) -> str:
-    first, last = templates[0], templates[-1]
-    sizes = f"{first.num_nodes}..{last.num_nodes} nodes ({len(templates)} sizes)"
-    slowest = f"{format_seconds(first.slowest_s)} down to {format_seconds(last.slowest_s)}"
-    return f"{sizes}: {_stages(templates)}, slowest {slowest}"
+    return f"{counted(template.num_nodes, 'node')}: {figures(template)}"
 
 
 def _stages(templates: Sequence[Template]) -> str:
     """Return text on the stages of templates, for example `12 stages of 1..4 devices`."""
-    counts = _span([len(template.stages) for template in templates])
-    widths = _span([len(stage.devices) for template in templates for stage in template.stages])
+    counts = span(len(template.stages) for template in templates)
+    widths = span(len(stage.devices) for template in templates for stage in template.stages)
     return f"{counts} stage{'s' * (counts != '1')} of {widths} device{'s' * (widths != '1')}"
-
-
-def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low}" if low == high else f"{low}..{high}"

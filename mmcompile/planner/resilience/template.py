@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mmcompile.units import format_seconds
+from mmcompile.units import columns, counted, format_seconds, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,27 +45,23 @@ class Template:
 
     def __str__(self) -> str:
         """Return one line, for example `2 nodes: encoder[0:6]@0 lm[0:4]@1 lm[4:12]@2-3, slowest 1.20 ms`."""
-        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
-        stages = " ".join(str(stage) for stage in self.stages)
+        stages = " ".join(map(str, self.stages))
         proof = f", within {self.gap:.1%} of the fastest" if self.gap else ""
-        return f"{nodes}: {stages}, slowest {format_seconds(self.slowest_s)}{proof}"
+        return f"{counted(self.num_nodes, 'node')}: {stages}, slowest {format_seconds(self.slowest_s)}{proof}"
 
 
-def format_templates(templates: Mapping[int, Template]) -> str:
+def format_templates(templates: Iterable[Template]) -> str:
     """Return a table with one line for each template: nodes, stages, devices of its stages, slowest stage, fill time."""
     rows = [("nodes", "stages", "devices a stage", "slowest", "fill", "gap")]
-    for count, template in sorted(templates.items()):
-        widths = sorted({len(stage.devices) for stage in template.stages})
-        span = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}..{widths[-1]}"
+    for template in templates:
         rows.append(
             (
-                str(count),
+                str(template.num_nodes),
                 str(len(template.stages)),
-                span,
+                span(len(stage.devices) for stage in template.stages),
                 format_seconds(template.slowest_s),
                 f"{template.fill_s * 1e3:.3g} ms",
                 f"{template.gap:.1%}" if template.gap else "0",
             )
         )
-    sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(size) for cell, size in zip(row, sizes, strict=True)) for row in rows)
+    return "\n".join(columns(rows))

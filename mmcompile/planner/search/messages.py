@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain as chained
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_gather_s, p2p_seconds
+from mmcompile.costmodel.comm import collective_s, p2p_seconds
 from mmcompile.costmodel.hardware import Interconnect
 from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.settings import Degrees
@@ -66,7 +66,9 @@ class StageMessages:
             return p2p_seconds(sum(int(self.priced[chain].output_bytes[layer]) for chain, layer in sent), link)
         arriving = self.num_bytes(target[0], sent)
         sent_s = p2p_seconds(arriving * receives.dp / min(sends.ranks, receives.ranks), link)
-        gathered_s = all_gather_s(arriving / receives.cp, receives.tp, self.cluster) if receives.tp > 1 else 0.0
+        gathered_s = (
+            collective_s("all_gather", arriving / receives.cp, receives.tp, self.cluster) if receives.tp > 1 else 0.0
+        )
         return sent_s + gathered_s
 
     def _link(self, source: Sequence[int], target: Sequence[int]) -> Interconnect:

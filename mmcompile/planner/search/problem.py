@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_reduce_s
+from mmcompile.costmodel.comm import collective_s
 from mmcompile.costmodel.load import Load
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.planner.plan.plan_record import Fingerprint
@@ -161,7 +161,9 @@ class ChainPrices:
         if key not in self._reduced:
             peers = degrees.cp * degrees.dp
             together = self.pricing.cluster.together(peers, degrees.tp)
-            self._reduced[key] = all_reduce_s(num_bytes, peers, self.pricing.cluster, ranks_in_a_node=together)
+            self._reduced[key] = collective_s(
+                "all_reduce", num_bytes, peers, self.pricing.cluster, ranks_in_a_node=together
+            )
         return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:

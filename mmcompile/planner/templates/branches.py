@@ -50,7 +50,9 @@ def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundP
 def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
     """Return one finished search for each vector of path weights tried, over the node counts not settled by earlier vectors."""
     weights, step, longest = _equal(line), _FIRST_STEP, -1
-    best = _counted(line, node_counts, weights)
+    # Pipelines that fit the memory even if all later chains' stages are between a stage and the loss.
+    most_stages = line.most_stages(max(node_counts))
+    best = Search.of(line, _families(line, weights), node_counts, num_stages=most_stages).found
     searches: dict[tuple[int, ...], Search] = {}
     left = list(node_counts)
     while left and weights not in searches and len(searches) < _ROUNDS:
@@ -70,25 +72,16 @@ def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
     return list(searches.values())
 
 
-def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[LineStage, ...]]:
-    """Return node count -> pipeline that fits the memory even if all later chains' stages are between a stage and the loss."""
-    return Search.of(line, _families(line, weights), node_counts, num_stages=line.most_stages(max(node_counts))).found
-
-
 def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
     return [Costs(line=line, path=path, first=path, last=path, weights=weights) for path in range(len(line.names))]
 
 
 def _equal(line: Line) -> tuple[int, ...]:
     """Return the first vector of path weights, in shares: equal for paths that no other path contains whole, 0 for the others."""
-    whole = [_is_whole(line, path) for path in range(len(line.names))]
-    share, rest = divmod(_SHARES, sum(whole))
-    firsts = {path for path in [index for index, own in enumerate(whole) if own][:rest]}
-    return tuple(share * own + (path in firsts) for path, own in enumerate(whole))
-
-
-def _is_whole(line: Line, path: int) -> bool:
-    return not any(line.begins[other, path] == line.starts[path] for other in range(path))
+    paths = range(len(line.names))
+    whole = [path for path in paths if all(line.begins[other, path] != line.starts[path] for other in range(path))]
+    share, rest = divmod(_SHARES, len(whole))
+    return tuple(share * (path in whole) + (path in whole[:rest]) for path in paths)
 
 
 def _bounding(search: Search, count: int) -> Sequence[LineStage]:

@@ -13,7 +13,7 @@ from mmcompile.planner.resilience.nodes import node_counts
 from mmcompile.planner.resilience.template import Template
 from mmcompile.planner.templates.branches import best_of_branches
 from mmcompile.planner.templates.intervals import FoundPipeline, Search
-from mmcompile.planner.templates.layer_table import LayerTable, SharedLayers
+from mmcompile.planner.templates.layer_table import LayerTable
 from mmcompile.planner.templates.line import Line
 from mmcompile.planner.templates.sweep import Costs
 from mmcompile.units import format_bytes
@@ -23,7 +23,6 @@ def generate(table: LayerTable, num_nodes: int, fault_tolerance: int) -> dict[in
     """Return the templates with which a cluster can lose nodes and continue with all that are left.
 
     Args:
-        table: costs of the layers for one microbatch.
         num_nodes: N, number of nodes of the cluster.
         fault_tolerance: f, number of nodes that may fail at once.
 
@@ -42,16 +41,11 @@ def generate(table: LayerTable, num_nodes: int, fault_tolerance: int) -> dict[in
 
 
 def fastest_templates(table: LayerTable, node_counts: Sequence[int]) -> dict[int, Template]:
-    """Return the fastest pipeline for each node count.
+    """Return node count -> template of the fastest pipeline, for node counts that have one.
 
-    Args:
-        table: costs of the layers for one microbatch.
-        node_counts: node counts for which a pipeline is planned.
-
-    Returns:
-        Node count -> template, for counts that have one. Every device is in use, and every stage is within one node and fits its
-        memory under 1F1B. For a single chain, templates are optima. For branching chains, `gap` bounds the distance to the
-        optimum; if they are large and memory is tight, a pipeline may be missed.
+    Every device is in use, and every stage is within one node and fits its memory under 1F1B. For a single chain, templates are
+    optima. For branching chains, `gap` bounds the distance to the optimum; if they are large and memory is tight, a pipeline may
+    be missed.
     """
     line = Line.of(table)
     wanted = sorted({count for count in node_counts if count > 0})
@@ -79,7 +73,11 @@ def _why(table: LayerTable, most: int) -> str:
     """Return the reason, as text, why no pipeline of up to `most` nodes fits the memory."""
     for chain in table.chains:
         for layer in range(chain.num_layers):
-            needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)
+            # A stage that has only this layer and is the loss stage.
+            needed, devices = min(
+                (each.parameter_bytes[layer] + each.activation_bytes[layer] + each.working_bytes, each.devices)
+                for each in chain.shared
+            )
             if table.memory_bytes is not None and needed > table.memory_bytes:
                 where = "a device that has" if devices == 1 else f"each of {devices} devices that have"
                 return (
@@ -105,8 +103,3 @@ def _why(table: LayerTable, most: int) -> str:
         f"microbatch of activations for each stage behind them, in {format_bytes(table.memory_bytes)} a device; use "
         "recomputation, smaller microbatches or more nodes"
     )
-
-
-def _layer_bytes(shared: SharedLayers, layer: int) -> int:
-    """Return the bytes of a stage that has only the given layer and is the loss stage."""
-    return shared.parameter_bytes[layer] + shared.activation_bytes[layer] + shared.working_bytes

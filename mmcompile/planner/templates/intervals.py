@@ -63,11 +63,9 @@ class Search:
     guesses: NDArray[np.int64]
     """Times that the slowest stage may have, in picoseconds, ascending: those of all possible stages."""
     num_stages: int | None
-    """Largest number of stages, if stages are counted.
+    """Largest number of stages; each stage's memory must hold one microbatch more than stages follow it.
 
-    Each stage's memory must then hold one microbatch more than stages follow it.
-
-    None: each stage's memory is checked as if it were the last.
+    None: stages are not counted, and each stage's memory is checked as if it were the last.
     """
     found: dict[int, tuple[LineStage, ...]]
     """Node count -> stages of the best pipeline known."""

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.planner.resilience.template import Template, TemplateStage
-from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
+from mmcompile.planner.templates.layer_table import LayerTable, SharedLayers
 
 _PER_SECOND = 10**12
 INFINITE = 2**60
@@ -102,7 +102,7 @@ class Line:
             devices_per_node=table.devices_per_node,
             times=times,
             deepest=deepest,
-            least=np.concatenate([_least(chain) for chain in table.chains]),
+            least=np.concatenate([np.min([_busy(each) for each in chain.shared], axis=0) for chain in table.chains]),
             chain_of=np.repeat(np.arange(len(table.chains)), [chain.num_layers for chain in table.chains]),
             begins=_begins(table, starts),
         )
@@ -189,7 +189,7 @@ def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.
     """
     count = len(shared.forward_s)
     zeros = (0.0,) * count
-    busy = _prefix(_picoseconds(shared.forward_s) + _picoseconds(shared.backward_s))
+    busy = _prefix(_busy(shared))
     send = np.concatenate([[0], _picoseconds(shared.send_s or zeros)])
     back = np.concatenate([[0], _picoseconds(shared.return_s or zeros)])
     times = (busy + send)[None, :] - (busy - back)[:, None]
@@ -205,21 +205,20 @@ def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.
     return np.where(stage, times, INFINITE), np.where(stage, deepest, -1)
 
 
-def _least(chain: ChainLayers) -> NDArray[np.int64]:
-    return np.min([_picoseconds(each.forward_s) + _picoseconds(each.backward_s) for each in chain.shared], axis=0)
+def _busy(shared: SharedLayers) -> NDArray[np.int64]:
+    return _picoseconds(shared.forward_s) + _picoseconds(shared.backward_s)
 
 
 def _begins(table: LayerTable, starts: Sequence[int]) -> NDArray[np.int64]:
     names = [chain.name for chain in table.chains]
     begins = np.full((len(names), len(names)), starts[-1])
     for path in range(len(names)):
-        index, entry = path, 0
-        while True:
-            begins[path, index] = starts[index] + entry
+        chain = table.chains[path]
+        begins[path, path] = starts[path]
+        while chain.feeds is not None:
+            index = names.index(chain.feeds)
+            begins[path, index] = starts[index] + chain.entry
             chain = table.chains[index]
-            if chain.feeds is None:
-                break
-            index, entry = names.index(chain.feeds), chain.entry
     return begins
 
 

@@ -34,7 +34,6 @@ def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int
     devices of its nodes.
 
     Args:
-        problem: problem with the prices, the cluster and its memory.
         candidate: layout of the whole cluster.
         fault_tolerance: number of nodes that may fail at once, 0 or more.
 
@@ -76,13 +75,7 @@ def _layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
 
 
 def notes_of(resilience: Resilience, candidate: Candidate, *, constrained: bool) -> Iterator[str]:
-    """Yield notes on the templates for the reader of a plan.
-
-    Args:
-        resilience: templates of the plan.
-        candidate: layout of the whole cluster.
-        constrained: True if stage counts or constraints were requested.
-    """
+    """Yield notes on the templates for the reader of a plan; `constrained` if stage counts or constraints were requested."""
     yield from (f"templates: {problem}" for problem in resilience.problems)
     other = [
         *([candidate.setting.schedule] if candidate.setting.schedule != "1f1b" else []),
@@ -102,7 +95,6 @@ def layer_table(problem: Problem, chains: ChainSet, setting: Setting) -> LayerTa
     """Return the costs of the layers of chains on each number of devices of a node, by tensor parallelism within the node.
 
     Args:
-        problem: problem with prices and possible degrees.
         chains: chains, each of which feeds one other chain, except the last.
         setting: samples of a microbatch and recomputation; the schedule is taken to be 1F1B.
 

@@ -66,8 +66,7 @@ class Costs:
         Args:
             first: first layer of all n stages.
             times: picoseconds of the stages that end after each of the next n layers, [n].
-            low: lowest time in each interval of guesses, [guesses].
-            high: highest time in each interval of guesses, [guesses].
+            low, high: lowest and highest time in each interval of guesses, [guesses].
         """
         chain = int(self.line.chain_of[first])
         ends = slice(first + 1, first + 1 + len(times))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
 from mmcompile.planner.plan.layout import Node, lay_out
@@ -46,10 +46,7 @@ def program_groups(source: str) -> tuple[StatementGroup, ...]:
     results = tuple(name for s in forward.body if isinstance(s, ast.Return) for name in _names(s, ast.Load))
     groups = [_group(title, statements, layers) for title, statements in drafts]
     read_later = {name for group in groups for name in group.reads} | set(results)
-    kept = (
-        StatementGroup(title=g.title, ops=g.ops, reads=g.reads, writes=tuple(w for w in g.writes if w in read_later))
-        for g in groups
-    )
+    kept = (replace(g, writes=tuple(name for name in g.writes if name in read_later)) for g in groups)
     first = StatementGroup(title=_INPUT, ops=(), reads=(), writes=inputs)
     return (first, *kept, StatementGroup(title=_OUTPUT, ops=(), reads=tuple(dict.fromkeys(results)), writes=()))
 

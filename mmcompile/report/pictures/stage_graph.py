@@ -64,7 +64,7 @@ def _layout(plan: Plan) -> DiagramLayout:
 
 def _stage_lines(stage: Stage) -> tuple[str, ...]:
     predicted = stage.prediction
-    backward = f", B {format_seconds(predicted.backward_s)}" if stage.has_backward else ", no backward"
+    backward = f", B {format_seconds(predicted.times.backward_s)}" if stage.has_backward else ", no backward"
     segments = (f"{part.component}[{part.first}:{part.last}]" for part in stage.segments)
     return (
         f"{stage.name} @ rank {','.join(map(str, stage.ranks))}",

@@ -15,12 +15,9 @@ _LEGEND = "0..9 forward of that microbatch (last digit), a..j its backward (a fo
 
 
 def text_timeline(events: Sequence[Event], labels: Sequence[str], width: int = 96) -> str:
-    """Draw the computations of a step in characters, one row per rank.
+    """Draw the computations of a step in `width` slices of time, one row per rank, each with its label.
 
-    Args:
-        events: events of the simulator; sends are left out.
-        labels: labels of the ranks.
-        width: number of time slices; each shows the action that takes most of it.
+    A slice shows the action that takes most of it; sends are left out.
     """
     end_s = max((event.end_s for event in events if event.kind.is_compute), default=0.0)
     column = max(map(len, labels), default=0)

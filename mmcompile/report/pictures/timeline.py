@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmcompile.errors import ConfigError
-from mmcompile.files import write_atomic
 from mmcompile.planner.schedule.schedule import ActionKind
 from mmcompile.planner.schedule.simulate import Event
 from mmcompile.report.pictures.palette import chain_of, colours, lighter
+from mmcompile.report.pictures.png import new_figure, write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +27,6 @@ _NAMES = {
 }
 _COMPARABLE = 3.0
 """Largest ratio of lengths at which two timelines share their time axis."""
-_DPI = 120
 _LEGEND_COLUMNS = 6
 """Most entries in a row of the legend: more would be wider than the picture."""
 
@@ -47,22 +45,13 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
     groups = {name: events for name, events in groups.items() if events}
     if not groups:
         raise ConfigError("no timeline to draw: neither a measured nor a predicted forward or backward was given")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"a timeline picture needs {error.name}: pip install 'mmcompile[demo]'") from None
-
     ranks = {name: sorted({event.rank for event in events}) for name, events in groups.items()}
     lengths = [length_s(events) for events in groups.values()]
     one_axis = max(lengths) <= _COMPARABLE * min(lengths)
-    figure = Figure(figsize=(14, 1.4 + sum(0.9 + 0.45 * len(rows) for rows in ranks.values())), layout="constrained")
-    axes = figure.subplots(
-        len(groups),
-        sharex=one_axis,
-        squeeze=False,
-        height_ratios=[1 + len(rows) for rows in ranks.values()],
-    )[:, 0]
+    height = 1.4 + sum(0.9 + 0.45 * len(rows) for rows in ranks.values())
+    figure = new_figure("a timeline picture", 14, height)
+    heights = [1 + len(rows) for rows in ranks.values()]
+    axes = figure.subplots(len(groups), sharex=one_axis, squeeze=False, height_ratios=heights)[:, 0]
     palette = colours(event.stage for events in groups.values() for event in sorted(events, key=lambda e: e.start_s))
     for axis, (name, events) in zip(axes, groups.items(), strict=True):
         _draw_rows(axis, events, ranks[name], palette)
@@ -70,9 +59,7 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
         axis.set_title(title if one_axis else f"{title} (time axis of its own)", loc="left")
     axes[-1].set_xlabel("ms")
     _legend(figure, groups.values(), palette)
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_figure(picture, dpi=_DPI, format="png")
-    return write_atomic(path, picture.getvalue())
+    return write_png(path, figure)
 
 
 def computing(events: Sequence[Event]) -> list[Event]:
@@ -97,22 +84,12 @@ def _draw_rows(axis: Axes, events: Sequence[Event], ranks: Sequence[int], palett
     for event in events:
         colour = palette[chain_of(event.stage)]
         start, length = (event.start_s - origin) * 1e3, (event.end_s - event.start_s) * 1e3
-        forward = event.kind is ActionKind.F
-        row = ranks.index(event.rank)
-        axis.barh(
-            row,
-            length,
-            left=start,
-            height=0.8,
-            color=lighter(colour, _WHITE[event.kind]),
-            edgecolor="white",
-            linewidth=0.5,
-        )
-        if length / width_ms > 0.007 * len(str(event.microbatch)):
-            colour = "white" if forward else "black"
-            axis.text(
-                start + length / 2, row, str(event.microbatch), ha="center", va="center", fontsize=8, color=colour
-            )
+        row, number = ranks.index(event.rank), str(event.microbatch)
+        paint = lighter(colour, _WHITE[event.kind])
+        axis.barh(row, length, left=start, height=0.8, color=paint, edgecolor="white", linewidth=0.5)
+        if length / width_ms > 0.007 * len(number):
+            ink = "white" if event.kind is ActionKind.F else "black"
+            axis.text(start + length / 2, row, number, ha="center", va="center", fontsize=8, color=ink)
     axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axis.set_ylim(len(ranks) - 0.5, -0.5)
     axis.set_xlim(left=0)

@@ -143,13 +143,7 @@ class BalancedStep:
 
 
 def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[ComponentLoads, ...]:
-    """Return samples, loads and traffic of each component of a step.
-
-    Args:
-        plan: plan of the step.
-        costs: costs of samples in the plan's balance groups.
-        choice: the balanced assignment.
-    """
+    """Return samples, loads and traffic of each component of a step; `choice` is the balanced assignment."""
     grid = choice.grid
     arrival = Arrival().assign(costs, grid)
     before, after = arrival.loads(costs), choice.loads(costs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from mmcompile.batching.balance.arrival_order import Arrival
-from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.assignment import Grid, SampleCosts
 from mmcompile.batching.balance.auto import Auto, Choice, StepTime, Trial
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.plan_balancer import plan_balancer
@@ -72,11 +72,7 @@ def balanced_step(
 
 
 def drawn(stats: DatasetStats, count: int, *, seed: int, step: int) -> tuple[SampleShape, ...]:
-    """Draw the samples of a step; no sample is drawn twice before all were drawn once. The result is deterministic.
-
-    Raises:
-        ConfigError: the dataset is empty.
-    """
+    """Draw the samples of a step, each once before any is drawn twice, deterministically. Raises ConfigError without samples."""
     if not stats.samples:
         raise ConfigError(f"{stats.name} has no samples; give statistics of the data that is trained on")
     generator = np.random.default_rng((seed, step))
@@ -97,16 +93,7 @@ def step_grid(plan: Plan) -> Grid:
 
 
 def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime) -> Choice:
-    """Let a balancer assign the samples of a step.
-
-    Args:
-        costs, grid: samples and places to assign them to.
-        one: balancer.
-        step_time: function that returns the seconds of a step.
-
-    Raises:
-        ConfigError: the balancer cannot balance this step.
-    """
+    """Let a balancer assign samples to the places of a grid. Raises ConfigError if it cannot balance this step."""
     if isinstance(one, Auto):
         return one.choose(costs, grid)
     arrival = Trial(name=Arrival.name, step_s=step_time(Arrival().assign(costs, grid), costs))
@@ -123,21 +110,17 @@ def tried(
     for name, one in balancers.items():
         try:
             choice = balanced(costs, grid, one, step_time)
-            reason = choice.reason if isinstance(one, Auto) else ""
-            yield _tried(name, choice.assignment, costs, choice.step_s, reason)
+            rows = range(len(choice.assignment.components))
+            late = np.any([choice.assignment.deferred(row) for row in rows], axis=0)
+            yield TriedBalancer(
+                name=name,
+                simulated_s=choice.step_s,
+                straggler_s=sum(map(straggler_s, choice.assignment.loads(costs).values())),
+                deferred=int(late.sum()),
+                reason=choice.reason if isinstance(one, Auto) else "",
+            )
         except ConfigError as error:
             yield TriedBalancer(name=name, simulated_s=None, straggler_s=None, deferred=0, reason=str(error))
-
-
-def _tried(name: str, assignment: Assignment, costs: SampleCosts, step_s: float, reason: str = "") -> TriedBalancer:
-    late = np.any([assignment.deferred(row) for row in range(len(assignment.components))], axis=0)
-    return TriedBalancer(
-        name=name,
-        simulated_s=step_s,
-        straggler_s=sum(map(straggler_s, assignment.loads(costs).values())),
-        deferred=int(late.sum()),
-        reason=reason,
-    )
 
 
 def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> None:

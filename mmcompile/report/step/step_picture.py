@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmcompile.errors import ConfigError
-from mmcompile.files import write_atomic
 from mmcompile.report.pictures.palette import colours, lighter
+from mmcompile.report.pictures.png import new_figure, write_png
 from mmcompile.report.step.balanced_step import BalancedStep, ComponentLoads
 from mmcompile.units import format_seconds
 
@@ -24,7 +22,6 @@ MAX_BARS = 64
 _BEFORE, _LABELS = "#b8b8b8", 32
 """Colour of arrival order, and number of microbatches up to which each is labelled below its bars."""
 _LEGEND = ("arrival order", "balanced", "deferred", "mean")
-_DPI = 120
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -37,22 +34,14 @@ def draw_step(path: str | os.PathLike[str], step: BalancedStep) -> Path:
         ConfigError: matplotlib is not installed.
         OutputError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"a picture of a step needs {error.name}: pip install 'mmcompile[demo]'") from None
-
     count = len(step.components)
-    figure = Figure(figsize=(12, 1.0 + 2.7 * count), layout="constrained")
+    figure = new_figure("a picture of a step", 12, 1.0 + 2.7 * count)
     axes = figure.subplots(count, squeeze=False)[:, 0]
     palette = colours(f"{component.name}.0" for component in step.components)
     for axis, component in zip(axes, step.components, strict=True):
         _panel(axis, component, palette[component.name])
     figure.suptitle(_title(step), x=0.01, ha="left", fontsize=11)
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_figure(picture, dpi=_DPI, format="png", metadata={"Software": None})
-    return write_atomic(path, picture.getvalue())
+    return write_png(path, figure)
 
 
 def _title(step: BalancedStep) -> str:
@@ -68,7 +57,9 @@ def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
     before, after, late = (
         np.array(loads) for loads in (component.loads_before, component.loads_after, component.deferred_s)
     )
-    scale, unit = _unit(float(max(before.max(), after.max())))
+    largest_s = float(max(before.max(), after.max()))
+    # The unit that reads best.
+    scale, unit = next((each for each in _UNITS if largest_s >= each[0]), _UNITS[-1])
     if before.size > MAX_BARS:
         _sorted_lines(axis, (before / scale, after / scale), colour)
     else:
@@ -81,7 +72,7 @@ def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
         fontsize=10,
     )
     axis.set_ylabel(unit)
-    axis.set_ylim(0, 1.06 * float(max(before.max(), after.max())) / scale)
+    axis.set_ylim(0, 1.06 * largest_s / scale)
     axis.margins(x=0.01)
     axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axis.get_legend_handles_labels()
@@ -98,13 +89,9 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
     axis.bar(places - 0.2, before.ravel(), width=0.4, color=_BEFORE, label="arrival order")
     axis.bar(places + 0.2, after.ravel(), width=0.4, color=colour, label="balanced")
     if late.any():
-        style: dict[str, Any] = {
-            "color": lighter(colour, 0.35),
-            "edgecolor": "white",
-            "hatch": "////",
-            "linewidth": 0.0,
-        }
-        axis.bar(places + 0.2, late.ravel(), width=0.4, bottom=(after - late).ravel(), label="deferred", **style)
+        style: dict[str, Any] = {"edgecolor": "white", "hatch": "////", "linewidth": 0.0}
+        style |= {"color": lighter(colour, 0.35), "label": "deferred"}
+        axis.bar(places + 0.2, late.ravel(), width=0.4, bottom=(after - late).ravel(), **style)
     numbered = replicas * microbatches <= _LABELS
     labels = [str(place % (microbatches + 1)) for place in places] if numbered else []
     axis.set_xticks(places if numbered else [], labels, fontsize=8)
@@ -129,8 +116,3 @@ def _sorted_lines(axis: Axes, sides: Sequence[np.ndarray], colour: str) -> None:
         ordered = np.sort(loads, axis=None)[::-1]
         axis.stairs(ordered, np.arange(len(ordered) + 1), color=paint, label=label, linewidth=1.8, baseline=None)
     axis.set_xlabel(f"{sides[0].size} microbatches of {len(sides[0])} replicas, each line's slowest first", fontsize=9)
-
-
-def _unit(largest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit that reads best, and its name."""
-    return next(((scale, name) for scale, name in _UNITS if largest_s >= scale), _UNITS[-1])

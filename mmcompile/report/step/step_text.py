@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mmcompile.planner.plan.stage_rows import columns, counted
 from mmcompile.report.step.balanced_step import BalancedStep, Comparison, ComponentLoads, Traffic, TriedBalancer
-from mmcompile.units import format_count, format_seconds
+from mmcompile.units import columns, counted, format_count, format_seconds
 
 MAX_ROWS = 32
 """Default of the largest number of microbatches shown per component."""
@@ -47,8 +46,7 @@ def bar(value: float, largest: float, width: int) -> str:
 def _headline(step: BalancedStep) -> Iterator[str]:
     yield f"step {step.step} of {step.plan}, seed {step.seed}: {counted(step.assignment.num_samples, 'sample')} of {step.data}"
     replicas = ", ".join(f"{each.name} {counted(each.replicas, 'replica')}" for each in step.components)
-    count = step.num_microbatches
-    yield f"{replicas}; {count} microbatch{'es' if count > 1 else ''} each"
+    yield f"{replicas}; {counted(step.num_microbatches, 'microbatch')} each"
     chosen = step.balancer if step.balancer == step.asked else f"{step.asked} chose {step.balancer}"
     yield f"{chosen}: {step.reason}"
 
@@ -57,10 +55,10 @@ def _figures(step: BalancedStep) -> Iterator[str]:
     simulated, straggler = step.simulated_s, step.straggler_s
     rows = [
         ("", "arrival", "balanced", ""),
-        ("simulated step", *_seconds(simulated), _relative(simulated)),
+        ("simulated step", *_seconds(simulated), _percent(simulated.after, simulated.before)),
         ("straggler seconds", *_seconds(straggler), _saved(straggler)),
     ]
-    yield from (line.rstrip() for line in columns(rows, left={0, 3}))
+    yield from columns(rows, left=(0, 3))
     yield "times are of samples alone; what a microbatch costs whatever is in it is left out"
     if max(component.replicas for component in step.components) > 1:
         yield "straggler seconds: at each microbatch, a component's slowest replica less the mean of its replicas; summed"
@@ -131,7 +129,7 @@ def _table(balancers: Sequence[TriedBalancer]) -> Iterator[str]:
     arrival_s = next((each.simulated_s for each in done if each.name == "arrival"), None)
     rows = [("balancer", "simulated step", "", "straggler seconds", "deferred", "")]
     rows += [_table_row(each, arrival_s or 0.0) for each in done]
-    yield from (line.rstrip() for line in columns(rows, left={0, 5}))
+    yield from columns(rows, left=(0, 5))
     for each in balancers:
         if each.simulated_s is None:
             yield f"{each.name} not here: {each.reason}"
@@ -155,10 +153,6 @@ def _seconds(change: Comparison) -> tuple[str, str]:
 
 def _time(seconds: float) -> str:
     return (format_seconds(seconds) if seconds > 0 else "0").rjust(_SECONDS)
-
-
-def _relative(change: Comparison) -> str:
-    return _percent(change.after, change.before)
 
 
 def _percent(after: float, before: float) -> str:

@@ -11,7 +11,7 @@ from support.graphs.split import captured
 from zoo import ALL
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_reduce_s
+from mmcompile.costmodel.comm import collective_s
 from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.ir.capture import capture
 from mmcompile.ir.graph import ModelGraph, info
@@ -109,11 +109,11 @@ def test_layers_are_priced_at_what_they_exchange() -> None:
         for cost, share, whole in zip(
             pricing.costs(part, table.loads[part], LayerSharding(tp=2)), wanted, table[part], strict=True
         ):
-            forward = share.sums * all_reduce_s(share.summed_bytes / max(share.sums, 1), 2, cluster)
+            forward = share.sums * collective_s("all_reduce", share.summed_bytes / max(share.sums, 1), 2, cluster)
             assert cost.forward_exchange_s == pytest.approx(forward, rel=1e-6)
             held = whole.parameter_bytes - share.parameter_bytes // 2
             assert cost.parameter_bytes == held
         twice = pricing.costs(part, table.loads[part] * 2.0, LayerSharding(tp=2))
         for cost, share in zip(twice, wanted, strict=True):
-            forward = share.sums * all_reduce_s(2 * share.summed_bytes / max(share.sums, 1), 2, cluster)
+            forward = share.sums * collective_s("all_reduce", 2 * share.summed_bytes / max(share.sums, 1), 2, cluster)
             assert cost.forward_exchange_s == pytest.approx(forward, rel=1e-6)

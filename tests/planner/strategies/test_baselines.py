@@ -11,7 +11,7 @@ from support.plans.search_plan import search
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_reduce_s
+from mmcompile.costmodel.comm import collective_s
 from mmcompile.costmodel.compute import LayerCost, seconds
 from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.errors import PlanError
@@ -194,10 +194,10 @@ def test_a_degree_that_does_not_divide_is_priced_as_ranks_run_it() -> None:
 
     launches = sum(own.kernels for costs in COSTS.values() for own in costs) * where.device.launch_s
 
-    vision = flops(COSTS["vision"]) * (0.5 + 0.5 / 8) + 6 * all_reduce_s(10**6, 8, where)
+    vision = flops(COSTS["vision"]) * (0.5 + 0.5 / 8) + 6 * collective_s("all_reduce", 10**6, 8, where)
     rest = flops([*COSTS["audio"], *COSTS["language_model"]]) / 8
     blocks = sum(
-        (2 if own.attention_flops else 1) * all_reduce_s(own.output_bytes, 8, where)
+        (2 if own.attention_flops else 1) * collective_s("all_reduce", own.output_bytes, 8, where)
         for own in (*COSTS["audio"], *COSTS["language_model"])
     )
     wanted = vision + rest + blocks + flops(COSTS["projector"]) + launches

@@ -169,7 +169,7 @@ def test_frozen_encoders_only_run_forward_and_frozen_layers_behind_training_ones
     plan = find((graph, costs), "1x4xH100", projector="with_language_model")
     by_name = {stage.name: stage for stage in plan.stages}
     assert not by_name["vision.0"].has_backward
-    assert by_name["vision.0"].prediction.backward_s == 0
+    assert by_name["vision.0"].prediction.times.backward_s == 0
     assert by_name["vision.0"].prediction.in_flight == 0
     last = plan.stages[-1]
     assert last.has_backward and last.prediction.weight_grad_s == 0 and last.prediction.gradient_bytes == 0
@@ -286,7 +286,7 @@ def test_fewer_devices_than_chains_share_them_by_time() -> None:
     assert plan.stages[-1].ranks == (1,)
     load = [0.0, 0.0]
     for stage in plan.stages:
-        load[stage.ranks[0]] += stage.prediction.forward_s + stage.prediction.backward_s
+        load[stage.ranks[0]] += stage.prediction.times.total_s
     assert max(load) < 0.75 * sum(load)
     assert plan.rejected[0].what == "a device for every chain"
     assert [chain.name for chain in plan.chains] == ["vision", "audio", "video", "language_model"]

@@ -119,7 +119,7 @@ def test_templates_survive_json() -> None:
 def test_templates_print() -> None:
     templates = generate(chain(8, per_node=2, devices=(1, 2)), 2, 0)
     assert str(templates[2]) == "2 nodes: lm[0:4]@0-1 lm[4:8]@2-3, slowest 6.00 ms"
-    assert format_templates(templates) == (
+    assert format_templates(templates.values()) == (
         "nodes  stages  devices a stage  slowest  fill  gap\n"
         "    1       1                2  12.0 ms  0 ms    0\n"
         "    2       2                2  6.00 ms  6 ms    0"

@@ -51,11 +51,8 @@ class RestartRun(ReplayRun):
 
     name = "checkpoint-restart"
     joins_after_save = True
-
-    def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
-        super().__init__(job, microbatch_samples, constants, save_interval_s)
-        self._running: list[int] = []
-        self._idle: list[int] = []
+    _running: Sequence[int] = ()
+    _idle: Sequence[int] = ()
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
         """Restart without the lost nodes; return the tasks to do then, or None if no node was in use."""
@@ -70,7 +67,7 @@ class RestartRun(ReplayRun):
         alive = [*self._running, *self._idle, *nodes]
         grid = fastest_grid(self.job, len(alive))
         if self.step_s and grid is not None and grid.step_s >= self.step_s:
-            self._idle += nodes
+            self._idle = [*self._idle, *nodes]
             return ()
         return self._place(alive)
 

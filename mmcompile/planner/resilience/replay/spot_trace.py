@@ -80,7 +80,6 @@ def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, se
     which nodes are removed is drawn at random.
 
     Args:
-        path: path of the file.
         unit: unit of the times in the format `time,count`, which the file does not contain; None for the other formats.
         seed: random seed of the choice of removed nodes where the trace does not name them.
 

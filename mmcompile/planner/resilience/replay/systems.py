@@ -71,8 +71,6 @@ def replay_trace(
     Each system saves checkpoints at the interval with which it trains most samples.
 
     Args:
-        job: templates, batch and fault tolerance.
-        trace: trace of nodes.
         microbatch_samples: mean number of samples of a microbatch.
         constants: assumptions of the simulation; None: the defaults.
     """
@@ -103,15 +101,12 @@ class TemplateRun(ReplayRun):
     """
 
     name = "templates"
-
-    def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
-        super().__init__(job, microbatch_samples, constants, save_interval_s)
-        self._pipelines: tuple[NodePipeline[int], ...] = ()
-        self._spares: list[int] = []
+    _pipelines: tuple[NodePipeline[int], ...] = ()
+    _spares: Sequence[int] = ()
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
         """Reconfigure without the lost nodes; return the tasks to do then, or None if no node was in use."""
-        if not self._pipelines or not self._runs(nodes):
+        if set(nodes).isdisjoint(self._running()):
             self._spares = [node for node in self._spares if node not in nodes]
             return None
         alive = [node for node in (*self._running(), *self._spares) if node not in nodes]
@@ -151,6 +146,3 @@ class TemplateRun(ReplayRun):
 
     def _running(self) -> list[int]:
         return [node for pipeline in self._pipelines for node in pipeline.nodes]
-
-    def _runs(self, nodes: Sequence[int]) -> bool:
-        return not set(nodes).isdisjoint(self._running())
