@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmcompile.data.collate import IGNORED_LABEL, Sample, Value, join, with_batch_dim
 from mmcompile.errors import BatchError, PlanError
-from mmcompile.ir.inputs import document_positions, is_media
+from mmcompile.ir.inputs import document_positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
             continue
         if key == "position_ids":
             yield key, value.dim() - 1
-        elif value.shape[:2] == ids.shape and not is_media(key):
+        elif value.shape[:2] == ids.shape and not (value.is_floating_point() and value.dim() > 2):
             yield key, 1
 
 

@@ -37,8 +37,6 @@ Key = tuple[object, ...]
 class _Pattern:
     capture: Capture = field(repr=False)
     programs: PatternPrograms
-    host_shapes: Mapping[str, tuple[int, ...]]
-    """Name of a host value -> shape, for values whose shape the pattern fixes."""
     link_shapes: Mapping[str, Shape]
     context_parallel: int
     words: Mapping[str, str]
@@ -51,7 +49,7 @@ class _Pattern:
             return None
         sizes = self.capture.sizes.size_inputs(bound)
         host = self.capture.host.run({**tensors, **sizes})
-        if host.reads != self.capture.reads or any(host.values[n].shape != s for n, s in self.host_shapes.items()):
+        if host.reads != self.capture.reads:
             return None
         ports = [port for program in self.programs.programs.values() for port in program.inputs]
         values = {**tensors, **host.values}
@@ -175,18 +173,13 @@ class Patterns:
     def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
         captured = with_stage_passes(captured, self._plan, batch, validated=self._validated, own=self._passes)
         programs = lower(captured, self._plan)
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})
         links = {p.name for program in programs.programs.values() for p in program.inputs if p.kind == "link"}
         nodes = captured.graph.module.graph.nodes
-        varying = {str(node.target) for node in nodes if node.op == "placeholder" and "symbolic_shape" in node.meta}
-        host = captured.host.run({**tensors, **sizes})
         return _Pattern(
             capture=captured,
             programs=programs,
             context_parallel=self._plan.context_parallel,
             words={str(n.target): n.meta["words"] for n in nodes if "words" in n.meta and "shard" in n.meta},
-            host_shapes={name: value.shape for name, value in host.values.items() if name not in varying},
             link_shapes={node.name: sizes_of(node) for node in nodes if node.name in links},
         )
 

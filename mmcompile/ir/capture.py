@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from mmcompile.errors import BatchError, CaptureError
+from mmcompile.ir.capture_errors import explained
 from mmcompile.ir.components import find_structure
 from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name
 from mmcompile.ir.host_shapes import HostProgram
-from mmcompile.ir.inputs import completed
+from mmcompile.ir.inputs import FlatBatch, completed
 from mmcompile.ir.sizes import Sizes, spec_of
 from mmcompile.ir.trace import Trace, export_step
 
@@ -125,40 +126,21 @@ def _num_samples(batch: Mapping[str, Any]) -> int:
     raise BatchError("the batch holds no tensor; pass input name -> tensor")
 
 
-def _trace(
-    model: nn.Module, batch: Mapping[str, Any], varying: Mapping[str, tuple[int, ...]]
-) -> tuple[Trace, tuple[str, ...]]:
+def _trace(model: nn.Module, batch: FlatBatch, varying: Mapping[str, tuple[int, ...]]) -> tuple[Trace, tuple[str, ...]]:
     """Return the trace in the best mode that works, and one reason against each better mode."""
     reasons: tuple[str, ...] = ()
     if varying:
         try:
             return export_step(model, batch, varying), ()
         except Exception as error:  # export raises whatever the model's own Python raises; the fixed mode decides
-            reasons = (f"symbolic sizes: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",)
+            text = str(error).strip().partition("\n")[0][:200]
+            reasons = (f"symbolic sizes: {type(error).__name__}: {text}",)
     try:
         return export_step(model, batch), reasons
     except (BatchError, CaptureError):
         raise
     except Exception as error:  # as above
-        raise _explained(model, batch, error) from error
-
-
-def _explained(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> BatchError | CaptureError:
-    """Return a BatchError if the model refuses the batch, a CaptureError if it cannot be captured."""
-    text = str(error).strip().split("\n")[0][:400]
-    shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items() if isinstance(v, torch.Tensor))
-    symbolic = ("data-dependent", "Could not guard", "unbacked", "GuardOnDataDependent", "DataDependent")
-    if any(word in f"{type(error).__name__} {error}" for word in symbolic):
-        return CaptureError(
-            f"{type(model).__name__} makes a decision in Python on a value that depends on activations: {text}. "
-            "Only values of the inputs are known during capture; compute the decision from integer inputs, or with torch.where"
-        )
-    if isinstance(error, (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError)):
-        return BatchError(
-            f"{type(model).__name__} refused the batch: {type(error).__name__}: {text}. Got {shapes}; "
-            "check that every input is there and that placeholder tokens match the features"
-        )
-    return CaptureError(f"{type(model).__name__} could not be captured: {type(error).__name__}: {text}. Got {shapes}")
+        raise explained(model, batch, error) from error
 
 
 def _parameters(model: nn.Module) -> tuple[ParameterSpec, ...]:

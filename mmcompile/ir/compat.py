@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils.checkpoint
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -35,6 +36,7 @@ __all__ = [
     "is_mutating_op",
     "op_schema",
     "patched_tolist",
+    "plain_checkpointing",
     "positions_of_text",
     "real_execution",
     "shape_guards",
@@ -156,6 +158,34 @@ def transformers_eager_paths() -> Generator[None]:
     finally:
         for module, name, value in reversed(patches):
             setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def plain_checkpointing() -> Generator[None]:
+    """Run checkpointed functions as plain calls inside the block: a plan chooses by itself what to recompute.
+
+    Reentrant checkpointing runs them without gradient, and again in the backward, which a graph does not have.
+    """
+    module: Any = torch.utils.checkpoint
+    reentrant = module.CheckpointFunction.__dict__.get("apply")
+    generator = module._checkpoint_without_reentrant_generator
+
+    def run(function: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
+        return function(*args)
+
+    def generate(*args: object, **kwargs: object) -> Generator[None]:
+        yield
+
+    module.CheckpointFunction.apply = staticmethod(run)
+    module._checkpoint_without_reentrant_generator = generate
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        if reentrant is None:
+            del module.CheckpointFunction.apply
+        else:
+            module.CheckpointFunction.apply = reentrant
 
 
 def positions_of_text(model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping[str, object]) -> torch.Tensor | None:

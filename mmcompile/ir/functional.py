@@ -1,134 +1,317 @@
 """Rewrite in-place ops into functional ones, so that a node's value never changes after it is computed.
 
-Only then can a graph be cut anywhere. In-place updates of the model's own buffers (batch-norm counters) are state, and stay.
+Only then can a graph be cut anywhere. Which nodes share memory is read from the storages of their fake tensors, not from a list
+of views, so that any view and any op that returns its input is followed. In-place updates of the model's own buffers (batch-norm
+counters) are state, and stay.
 """
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from mmcompile.errors import CaptureError
-from mmcompile.ir.compat import OpOverload, is_mutating_op
+from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op, op_schema, storage_of
+from mmcompile.ir.nodes import with_value
 
 aten = torch.ops.aten
 
-# View -> how to write a new value of the view back into what it views.
 _SCATTERS: dict[Any, Any] = {
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
+"""View -> how to write a new value of the view back into what it views."""
 _RESHAPES = (
     aten.view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.default,
+    aten._unsafe_view.default,
+    aten.view_as.default,
     aten.reshape.default,
+    aten.reshape_as.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
 )
-_TRANSPOSES = (aten.transpose.int,)
-_ALIASES = (aten.detach.default, aten.alias.default, aten.detach_.default)
-_VIEWS = (*_SCATTERS, *_RESHAPES, *_TRANSPOSES, *_ALIASES, aten.expand.default, aten.permute.default)
+_SAME = (aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.dropout.default)
+"""Ops whose result is their input itself, where they share its memory."""
+_MANY = (
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.tensor_split.sections,
+    aten.tensor_split.indices,
+    aten.unbind.int,
+)
+"""Ops that return several views."""
+_FUNCTIONAL = {
+    "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or",
+    "__ixor__": "bitwise_xor",
+    "__ilshift__": "__lshift__",
+    "__irshift__": "__rshift__",
+    "normal_": "normal_functional",
+}
+"""In-place op -> functional op, where the name is not the same without `_`."""
+_OVERLOADS = {"bernoulli_.float": "p"}
+"""In-place overload -> overload of the functional op, where it is another."""
+NO_GRAD = "no_grad"
+"""Key in `node.meta` of nodes that the model computes under `torch.no_grad`."""
 
 
 def functionalize(graph: fx.Graph) -> None:
-    """Replace every in-place op on a value by its functional form, and later uses by the new value.
+    """Replace every in-place op on a value by its functional form, and later uses of the same memory by the new value.
+
+    Gradients follow autograd's rules: a write under `torch.no_grad`, or through a detached view, changes the value of a tensor
+    and leaves its gradient as it was.
 
     Raises:
-        CaptureError: an in-place op writes through a view that cannot be written back.
+        CaptureError: an in-place op has no functional form, or writes through a view of another dtype.
     """
+    memory = _Memory(graph)
     for node in list(graph.nodes):
-        if node.target is aten.detach_.default:
-            node.target = aten.detach.default
-        elif _is_in_place(node) and isinstance(node.args[0], fx.Node) and _base(node.args[0]).op != "get_attr":
-            _rewrite(graph, node)
+        memory.refresh(node)
+        if not _is_in_place(node):
+            memory.add(node)
+            continue
+        target = _target(node)
+        if torch.Tag.inplace_view in node.target.tags or node.target is aten.detach_.default:
+            node.target = _functional(node)  # another view of the same memory, which is not written
+            memory.add(node)
+        elif memory.base(target).op == "get_attr":
+            memory.add(node)
+        else:
+            memory.write(node, target)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Nodes that share memory, and the node that holds the present value of each.
+
+    Keys are nodes as captured. After a write, views of the same memory are computed again when they are next read.
+    """
+
+    graph: fx.Graph
+    viewed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """View -> the node it views."""
+    present: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Node -> node with its value after the writes that `seen` counts."""
+    seen: dict[fx.Node, int] = field(default_factory=dict)
+    writes: dict[fx.Node, int] = field(default_factory=dict)
+    """Base of some memory -> number of writes so far."""
+    captured: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Node of the rewritten graph -> node as captured whose value it holds."""
+    bases: dict[int, fx.Node] = field(default_factory=dict)
+    """Storage -> base of that memory."""
+
+    def refresh(self, node: fx.Node) -> None:
+        """Let a node read the present values of its arguments."""
+        with self.graph.inserting_before(node):
+            node.args = fx.map_arg(node.args, self.value)
+            node.kwargs = fx.map_arg(node.kwargs, self.value)
+
+    def add(self, node: fx.Node) -> None:
+        """Record a node that writes nothing, and whose memory it shares."""
+        storages = _storages(node)
+        sources = [self._original(source) for source in node.all_input_nodes]
+        if node.target is aten.lift_fresh_copy.default:  # its fake tensor shares memory, the real one does not
+            sources = []
+        source = next((source for source in sources if storages & _storages(source)), None)
+        if source is not None:
+            self.viewed[node] = source
+        else:
+            for storage in storages:
+                if self.bases.setdefault(storage, node).op not in ("get_attr", node.op):
+                    raise _refused(
+                        node, f"shares memory with {self.bases[storage].name} in a way that the graph does not show"
+                    )
+        self._hold(node, node)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """Return the node that allocated a node's memory."""
+        node = self._original(node)
+        while node in self.viewed:
+            node = self.viewed[node]
+        return node
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """Return the node with the present value of `node`. Views of memory written since are computed again here."""
+        node = self._original(node)
+        if self.seen[node] == self.writes.get(self.base(node), 0):
+            return self.present[node]
+        parent = self.viewed[node]
+        now = self.value(parent)
+        fresh = self.graph.node_copy(node, lambda source: now if self._original(source) is parent else source)
+        fresh.meta = {**node.meta, "val": _run(fresh)}
+        return self._hold(node, fresh)
+
+    def write(self, node: fx.Node, target: fx.Node) -> None:
+        """Replace an in-place op by its functional form, and erase it."""
+        written = self._original(target)
+        base = self.base(written)
+        with self.graph.inserting_before(node):
+            chain = [(written, _update(self.graph, node, target))]
+            while written in self.viewed:
+                view, new = chain[-1]
+                written = self.viewed[written]
+                if written.target in _MANY:  # (view, number) of some views: their source is written
+                    written = self.viewed[written]
+                chain.append((written, _write_back(self.graph, node, view, self.value(written), new)))
+        self.writes[base] = self.writes.get(base, 0) + 1
+        for held, value in chain:
+            self._hold(held, value)
+        result = chain[0][1]
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    def _original(self, node: fx.Node) -> fx.Node:
+        return self.captured.get(node, node)
+
+    def _hold(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        self.present[node], self.captured[value] = value, node
+        self.seen[node] = self.writes.get(self.base(node), 0)
+        return value
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, OpOverload)
-        and is_mutating_op(node.target)
-        and node.target.namespace == "aten"
+    return node.op == "call_function" and is_mutating_op(node.target) and node.target.namespace == "aten"  # type: ignore[union-attr]
+
+
+def _target(node: fx.Node) -> fx.Node:
+    """Return the argument that an in-place op writes. Raises CaptureError if it is another than the first."""
+    assert isinstance(node.target, OpOverload)
+    written = [argument.name for argument in op_schema(node.target).arguments if argument.is_write]
+    if written != [op_schema(node.target).arguments[0].name] or not isinstance(node.args[0], fx.Node):
+        raise _refused(node, f"writes {', '.join(written)}")
+    return node.args[0]
+
+
+def _refused(node: fx.Node, what: str) -> CaptureError:
+    where = node.meta.get("stack_trace", "").strip().splitlines()[-2:]
+    return CaptureError(
+        f"in-place {node.target} {what}, which cannot be made functional ({node.format_node()}); "
+        f"make the update out of place in the model{': ' if where else ''}{' '.join(line.strip() for line in where)}"
     )
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """Return the tensor that a chain of views starts from."""
-    while node.op == "call_function" and node.target in _VIEWS:
-        node = node.all_input_nodes[0]
+def _functional(node: fx.Node) -> OpOverload:
+    """Return the functional form of an in-place op."""
+    assert isinstance(node.target, OpOverload)
+    full = node.target.__name__
+    name, overload = full.split(".")
+    packet = getattr(aten, _FUNCTIONAL.get(name, name.rstrip("_")), None)
+    functional = getattr(packet, _OVERLOADS.get(full, overload), None)
+    if functional is None or is_mutating_op(functional):
+        raise _refused(node, "has no functional form")
+    return functional
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Return the storages of a node's tensors, by identity."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {storage_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
+
+
+def _run(node: fx.Node) -> Any:
+    """Return the fake result of a node from those of its arguments."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    modes = (leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
+    assert callable(node.target)
+    with next(modes), torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+def _call(graph: fx.Graph, near: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call that belongs where `near` does, with its fake result."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {key: value for key, value in near.meta.items() if key != "val"}
+    node.meta["val"] = _run(node)
     return node
 
 
-def _functional_call(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return a functional node with the same update as an in-place node, inserted at the current position."""
-    operands: tuple[Any, ...] = node.args
-    target, *rest = operands
-    assert isinstance(node.target, OpOverload)
-    name, overload = node.target.__name__.split(".")
-    if name == "copy_":
-        cast = graph.call_function(aten.to.dtype, (rest[0], target.meta["val"].dtype))
-        call = graph.call_function(aten.expand_as.default, (cast, target))
-        cast.meta = dict(node.meta)
-        cast.meta["val"] = rest[0].meta["val"].to(target.meta["val"].dtype)
+def _update(graph: fx.Graph, node: fx.Node, target: fx.Node) -> fx.Node:
+    """Return a node with the value that an in-place op gives its target."""
+    _, *rest = node.args
+    kind: Tensor = target.meta["val"]
+    if node.target is aten.copy_.default:
+        new = _call(graph, node, aten.expand_as.default, _cast(graph, node, rest[0], kind.dtype), target)
+        new.meta["val"] = new.meta["val"].clone()
+    elif node.target is aten.zero_.default:
+        new = _call(graph, node, aten.zeros_like.default, target)
     else:
-        plain = {"__ior__": "bitwise_or", "__iand__": "bitwise_and", "__ixor__": "bitwise_xor"}.get(
-            name, name.rstrip("_")
-        )
-        functional = getattr(getattr(aten, plain), overload)
-        call = graph.call_function(functional, (target, *rest), dict(node.kwargs))
-        if name == "zero_":
-            call.target = aten.zeros_like.default
-    call.meta = dict(node.meta)
-    call.meta["val"] = target.meta["val"]
-    return call
+        new = _cast(graph, node, _call(graph, node, _functional(node), target, *rest, **node.kwargs), kind.dtype)
+    return _same_gradient(graph, node, target, new) if node.meta.get(NO_GRAD) else new
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
-    target = node.args[0]
-    assert isinstance(target, fx.Node)
-    base = _base(target)
-    order = {other: position for position, other in enumerate(graph.nodes)}
-    later = [user for user in graph.nodes if order[user] > order[node]]
-    views = [view for view in graph.nodes if order[view] < order[node] and view is not base and _base(view) is base]
-    with graph.inserting_before(node):
-        new = _functional_call(graph, node)
-        view = target
-        while view is not base:
-            new = _write_back(graph, node, view, new)
-            view = view.all_input_nodes[0]
-        fresh = {base: new}
-        for old in views:  # in graph order, so a view's own source was renewed before it
-            copy = graph.node_copy(old, lambda source: fresh.get(source, source))
-            copy.meta = dict(old.meta)
-            fresh[old] = copy
-    for user in later:
-        user.args = fx.map_arg(user.args, lambda source: fresh.get(source, source))
-        user.kwargs = fx.map_arg(user.kwargs, lambda source: fresh.get(source, source))
-    node.replace_all_uses_with(fresh[target])
-    graph.erase_node(node)
+def _same_gradient(graph: fx.Graph, near: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
+    """Return the value of `new` with the gradient of `old`: what a write that autograd does not record leaves."""
+    if not _may_carry_gradient(old):
+        return _call(graph, near, aten.detach.default, new) if _may_carry_gradient(new) else new
+    return _call(graph, near, with_value, old, new)
 
 
-def _write_back(graph: fx.Graph, node: fx.Node, view: fx.Node, new: fx.Node) -> fx.Node:
-    """Insert and return the viewed tensor's value after `new` was written through `view`."""
-    source = view.all_input_nodes[0]
+def _may_carry_gradient(node: fx.Node) -> bool:
+    """Return False for integers, and for values that depend on integers and constants alone."""
+    waiting, known = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        value = node.meta.get("val")
+        if node.target is aten.detach.default or isinstance(value, Tensor) and not value.is_floating_point():
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        waiting += [source for source in node.all_input_nodes if source not in known]
+        known.update(waiting)
+    return False
+
+
+def _cast(graph: fx.Graph, near: fx.Node, node: Any, dtype: torch.dtype) -> fx.Node:
+    """Return a node in the dtype of the tensor that is written."""
+    return node if node.meta["val"].dtype == dtype else _call(graph, near, aten.to.dtype, node, dtype)
+
+
+def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
+    """Return the value of `source` after `new` was written through a view of it."""
+    seen: Tensor = view.meta["val"]
+    whole: Tensor = source.meta["val"]
+    if view.target in (aten.detach.default, aten.alias.default):
+        return _same_gradient(graph, near, source, new) if view.target is aten.detach.default else new
+    if seen.dtype != whole.dtype:
+        raise _refused(near, f"writes through {view.target}")
     if view.target in _SCATTERS:
-        written = graph.call_function(_SCATTERS[view.target], (source, new, *view.args[1:]), dict(view.kwargs))
-    elif view.target in _ALIASES:
+        return _call(graph, near, _SCATTERS[view.target], source, new, *view.args[1:], **view.kwargs)
+    if view.target in _RESHAPES:
+        return _call(graph, near, aten.reshape_as.default, new, source)
+    if view.target is aten.transpose.int:
+        return _call(graph, near, view.target, new, *view.args[1:])
+    if view.target in _SAME:
         return new
-    elif view.target in _RESHAPES:
-        written = graph.call_function(aten.reshape_as.default, (new, source))
-    elif view.target in _TRANSPOSES:
-        written = graph.call_function(view.target, (new, *view.args[1:]))
+    return _scatter(graph, near, view, source, new)
+
+
+def _scatter(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
+    """Return `source` with `new` at the positions that a view shows of it: the view of a tensor of positions tells which."""
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return _call(graph, near, target, *args, **kwargs)
+
+    ones = call(aten.ones_like.default, source, dtype=torch.int64)
+    count = call(aten.cumsum.default, call(aten.reshape.default, ones, [-1]), 0)
+    positions = call(aten.reshape_as.default, call(aten.sub.Tensor, count, 1), source)
+    if view.target is operator.getitem:
+        parts = view.all_input_nodes[0]
+        shown = call(parts.target, positions, *parts.args[1:], **parts.kwargs)
+        shown = call(operator.getitem, shown, view.args[1])
     else:
-        raise CaptureError(
-            f"in-place {node.target} writes through {view.target} ({view.format_node()}), which cannot be written back; "
-            "make the update out of place in the model"
-        )
-    written.meta = dict(node.meta)
-    written.meta["val"] = source.meta["val"]
-    return written
+        shown = call(view.target, positions, *view.args[1:], **view.kwargs)
+    flat = call(aten.reshape.default, source, [-1])
+    shown, values = call(aten.reshape.default, shown, [-1]), call(aten.reshape.default, new, [-1])
+    return call(aten.reshape_as.default, call(aten.index_copy.default, flat, 0, shown, values), source)

@@ -9,6 +9,7 @@ tokens that carry loss.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op
 from mmcompile.ir.graph import reached
-from mmcompile.ir.known_values import MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, is_boolean
+from mmcompile.ir.known_values import FACTORIES_LIKE, MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, NEW, is_boolean
 from mmcompile.ir.nodes import VALUE_READ, token_loss
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ class HostResult:
     """Result of the host program for one batch."""
 
     reads: tuple[object, ...]
-    """Lists and numbers that Python read, in graph order."""
+    """Lists and numbers that Python read, in graph order, then the shapes that depend on values and that the graph fixes."""
     values: Mapping[str, torch.Tensor]
     """Host input name -> value."""
     num_tokens: int | None
@@ -48,6 +49,8 @@ class HostProgram:
     num_reads: int
     values: tuple[str, ...]
     counts_tokens: bool
+    fixed_shapes: tuple[str, ...] = ()
+    """Names of values whose shape depends on values. Python saw it as numbers: the graph holds for equal shapes."""
 
     def run(self, batch: Mapping[str, torch.Tensor | int]) -> HostResult:
         """Evaluate the program on a batch and its sizes, whose shapes the capture must hold for.
@@ -56,11 +59,11 @@ class HostProgram:
         """
         with torch.no_grad():
             results = self.module(*(batch[name] for name in self.inputs))
-        reads = results[: self.num_reads]
-        values = results[self.num_reads : self.num_reads + len(self.values)]
+        reads = (read.tolist() if isinstance(read, torch.Tensor) else read for read in results[: self.num_reads])
+        values = dict(zip(self.values, results[self.num_reads : self.num_reads + len(self.values)], strict=True))
         return HostResult(
-            reads=tuple(read.tolist() if isinstance(read, torch.Tensor) else read for read in reads),
-            values=dict(zip(self.values, values, strict=True)),
+            reads=(*reads, *(tuple(values[name].shape) for name in self.fixed_shapes)),
+            values=values,
             num_tokens=int(results[-1]) if self.counts_tokens else None,
         )
 
@@ -76,7 +79,7 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor 
     known = _evaluate(module, batch)
     _concrete_mask_indices(graph, known)
     reads = [node for node in graph.nodes if node.target is VALUE_READ or (_reads_value(node) and node in known)]
-    dynamic = [node for node in graph.nodes if node in known and _has_dynamic_shape(node, known)]
+    dynamic = [node for node in graph.nodes if isinstance(known.get(node), torch.Tensor) and has_dynamic_shape(node)]
     labels = [node.args[1] for node in graph.nodes if node.target is token_loss and node.args[1] in known]
     host, inputs = _extract(module, reads, dynamic, labels)
     names: dict[fx.Node, str] = {}
@@ -98,6 +101,7 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor 
         num_reads=len(reads),
         values=tuple(names.values()),
         counts_tokens=bool(labels),
+        fixed_shapes=tuple(names.values()),
     )
 
 
@@ -160,7 +164,7 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
                     last = inputs[name] = graph.placeholder(name)
             copies[node] = computed.get(name, inputs.get(name))
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = _copied(graph, node, copies)
             if node.op == "get_attr":
                 tensors[str(node.target)] = attribute(module, str(node.target))
     count = len(results) - int(host.counts_tokens)
@@ -171,12 +175,13 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
         num_reads=host.num_reads,
         values=(*host.values, *values),
         counts_tokens=host.counts_tokens,
+        fixed_shapes=host.fixed_shapes,
     )
 
 
 def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return all nodes that `nodes` depend on. All must be computable on the host before the batch runs."""
-    needed = reached(nodes)
+    needed = reached(nodes, _sources)
     for node in needed:
         float_input = node.op == "placeholder" and not node.meta.get("from_integers", not _is_float(node.meta["val"]))
         parameter = node.op == "get_attr" and isinstance(attribute(module, str(node.target)), torch.nn.Parameter)
@@ -204,12 +209,13 @@ def _reads_value(node: fx.Node) -> bool:
     return node.op == "call_function" and torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
 
 
-def _has_dynamic_shape(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
-    if node.op != "call_function" or not isinstance(known[node], torch.Tensor):
-        return False
+def has_dynamic_shape(node: fx.Node) -> bool:
+    """Return True for an op whose result's shape depends on values, and for one of several results of such an op."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return has_dynamic_shape(node.args[0])
     if node.target is aten.index.Tensor:
         indices: Any = node.args[1]
-        return any(isinstance(index, fx.Node) and is_boolean(known[index]) for index in indices)
+        return any(isinstance(index, fx.Node) and is_boolean(index.meta["val"]) for index in indices)
     if node.target is aten.repeat_interleave.self_Tensor:
         return True
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
@@ -226,22 +232,58 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
             if not isinstance(value, (torch.nn.Parameter, FakeTensor)) and _small(value):
                 known[node] = value
         elif _computable(node, known):
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+            target, args, kwargs = free_factory(node) or (node.target, node.args, dict(node.kwargs))
+            args, kwargs = fx.map_arg((args, kwargs), known.__getitem__)
             with torch.no_grad():
-                value = node.target(*args, **kwargs)
+                value = target(*args, **kwargs)
             if all(_small(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)):
                 known[node] = value
     return known
 
 
+def free_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the call (op, args, kwargs) of a factory without the tensor that gives its type: `x.new_ones(3)` is `ones(3)`.
+
+    None for any other node, and for a factory of a symbolic shape.
+    """
+    if node.target not in FACTORIES_LIKE:
+        return None
+    value, (source, *rest) = node.meta["val"], node.args
+    shape = rest.pop(0) if node.target in NEW else tuple(value.shape)
+    if node.target not in NEW and "symbolic_shape" in node.meta or source.meta.get("val") is None:  # type: ignore[union-attr]
+        return None
+    return FACTORIES_LIKE[node.target], (shape, *rest), {"dtype": value.dtype, "device": value.device}
+
+
 def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
     if node.op != "call_function" or node.target is VALUE_READ or not _deterministic(node):
         return False
-    return all(source in known for source in node.all_input_nodes) if node.all_input_nodes else _is_factory(node)
+    sources = _sources(node)
+    return all(source in known for source in sources) if sources else _is_factory(node)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values a node needs."""
+    free = free_factory(node)
+    if free is None:
+        return node.all_input_nodes
+    found: list[fx.Node] = []
+    fx.map_arg(free[1:], found.append)
+    return found
+
+
+def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Copy a node into the graph of a host program, without the activations that only give a factory its type."""
+    free = free_factory(node)
+    if free is None:
+        return graph.node_copy(node, copies.__getitem__)
+    copy = graph.call_function(free[0], *fx.map_arg(free[1:], copies.__getitem__))
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _is_factory(node: fx.Node) -> bool:
-    return not node.all_input_nodes and isinstance(node.target, OpOverload) and "empty" not in node.target.name()
+    return isinstance(node.target, OpOverload) and "empty" not in node.target.name()
 
 
 def _deterministic(node: fx.Node) -> bool:
@@ -305,11 +347,11 @@ def _extract(
     """Return a graph module that computes reads, dynamic values and the token count from the inputs."""
     read: list[Any] = [node.args[0] if node.target is VALUE_READ else node for node in reads]
     wanted: list[fx.Node] = [*read, *dynamic, *labels]
-    needed = reached(wanted)
+    needed = reached(wanted, _sources)
     graph, copies = fx.Graph(), {}
     for node in module.graph.nodes:
         if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = _copied(graph, node, copies)
     results = [copies[node] for node in wanted]
     if labels:
         ignore_index = next(node.args[2] for node in module.graph.nodes if node.target is token_loss)

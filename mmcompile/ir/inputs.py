@@ -2,53 +2,112 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mmcompile.errors import BatchError
 from mmcompile.ir.compat import positions_of_text
 
-_MEDIA_INPUTS = {"image": ("pixel_values", "image"), "video": ("video",), "audio": ("audio", "features")}
-"""Modality -> words in the names of its inputs, by transformers' conventions."""
-_MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature", "input_values", "spatial_shapes")
+_PLACEHOLDER = re.compile(r"(?P<modality>image|video|audio)_token_(id|index)")
+"""Fields of a transformers config with the token of a placeholder."""
+_JOINT = "__"
+"""Between a name and the path inside it, in the name of a nested input."""
 
 
-def is_media(name: str) -> bool:
-    """Return True if an input of this name belongs to images, videos or audio clips; False if it belongs to tokens."""
-    return any(word in name for word in _MEDIA_WORDS)
+class FlatBatch(dict[str, Any]):
+    """A batch whose values are tensors and plain values, by name.
+
+    Tensors inside dicts, lists, tuples and dataclasses have names of their own: `targets["boxes"][0]` is `targets__boxes__0`.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.nested: dict[str, tuple[pytree.TreeSpec, tuple[str, ...]]] = {}
+        """Name of a nested value -> its structure, and the names of its leaves in order."""
+        flat: dict[str, Any] = {}
+        for name, value in batch.items():
+            leaves, structure = _flattened(value)
+            if isinstance(value, Tensor) or not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+                flat[name] = value
+                continue
+            names = tuple(_JOINT.join((name, *map(_part, path))) for path, _ in leaves)
+            self.nested[name] = structure, names
+            flat |= zip(names, (leaf for _, leaf in leaves), strict=True)
+        super().__init__(flat)
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a model's arguments from values by flat name: nested as the batch was."""
+        inner = {name for _, names in self.nested.values() for name in names}
+        found = {name: value for name, value in values.items() if name not in inner}
+        for name, (structure, names) in self.nested.items():
+            found[name] = pytree.tree_unflatten([values[leaf] for leaf in names], structure)
+        return found
 
 
-def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch as the graph takes it: checked for missing media, with `position_ids` added.
+def _flattened(value: object) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]:
+    for part in pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            pytree.register_dataclass(type(part))
+            return _flattened(value)
+    return pytree.tree_flatten_with_path(value)
+
+
+def _part(key: Any) -> str:
+    """Return the name of one step of a path: a key of a dict, an index of a list, a field."""
+    found = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+    return re.sub(r"\W", "_", str(found))
+
+
+def completed(model: nn.Module, batch: Mapping[str, Any]) -> FlatBatch:
+    """Return the batch as the graph takes it: flat, checked for missing media, with `position_ids` added.
 
     Raises:
-        BatchError: the text has placeholders of a modality, and no input of that modality is there.
+        BatchError: the text has placeholders of more modalities than the batch has media.
     """
+    if isinstance(batch, FlatBatch):
+        return batch
     _check_media(model, batch)
-    return with_positions(model, batch)
+    return FlatBatch(with_positions(model, batch))
 
 
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise BatchError for placeholders without media: a model often trains on their embeddings without an error."""
-    config, ids = getattr(model, "config", None), batch.get("input_ids")
-    if config is None or not isinstance(ids, torch.Tensor):
+    """Raise BatchError for placeholders without media: a model often trains on their embeddings without an error.
+
+    Whatever their names, media are inputs of floats; each kind of placeholder needs one.
+    """
+    config, ids = getattr(inner_model(model), "config", None), batch.get("input_ids")
+    if config is None or not isinstance(ids, Tensor):
         return
-    given = [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
-    for modality, words in _MEDIA_INPUTS.items():
-        names = (f"{modality}_token_id", f"{modality}_token_index")
-        token = next((t for name in names if isinstance(t := getattr(config, name, None), int)), None)
-        if token is None or any(word in name for name in given for word in words):
-            continue
-        count = int((ids == token).sum())
-        if count:
-            raise BatchError(
-                f"input_ids hold {count} {modality} placeholders (token {token}) but the batch has no {modality} input; "
-                f"got {', '.join(given)}; add what the processor returns for the {modality}s, or remove the placeholders"
-            )
+    tokens: dict[int, str] = {}
+    for name, token in vars(config).items():
+        field = _PLACEHOLDER.fullmatch(name)
+        if field is not None and isinstance(token, int):
+            tokens.setdefault(token, field["modality"])
+    counts = {token: int((ids == token).sum()) for token in tokens}
+    found = [
+        f"{counts[token]} {modality} placeholders (token {token})"
+        for token, modality in tokens.items()
+        if counts[token]
+    ]
+    given = [name for name, value in batch.items() if isinstance(value, Tensor)]
+    media = [name for name in given if batch[name].is_floating_point() and batch[name].dim() > 1]
+    if len(found) > len(media):
+        raise BatchError(
+            f"input_ids hold {' and '.join(found)} but the batch has {f'only {media[0]}' if media else 'no media'}; got inputs "
+            f"{', '.join(given)}; add what the processor returns for the media, or remove the placeholders"
+        )
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model inside a peft wrapper, whose own forward takes any arguments; another model is returned as it is."""
+    inner: Any = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
 
 
 def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +116,7 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be
     a new pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
     """
+    model = inner_model(model)
     owners = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     owner: Any = next((own for own in owners if hasattr(own, "get_rope_index")), None)
     takes = inspect.signature(model.forward).parameters
@@ -72,7 +132,7 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     return {**batch, "position_ids": positions}
 
 
-def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
+def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> Tensor:
     """Return positions of the tokens of one conversation without padding, as the model needs them to separate documents.
 
     Args:

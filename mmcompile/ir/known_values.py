@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmcompile.errors import CaptureError
 from mmcompile.ir.compat import (
     FakeTensor,
     FakeTensorMode,
@@ -44,11 +45,28 @@ _VALUE_READS: tuple[Callable[..., Any], ...] = (
     torch.Tensor.tolist,
     torch.Tensor.item,
     torch.Tensor.numpy,
+    torch.Tensor.__array__,
     torch.Tensor.__bool__,
     torch.Tensor.__int__,
     torch.Tensor.__float__,
     torch.Tensor.__index__,
 )
+_NUMBERS: dict[Callable[..., Any], dict[int, str]] = {
+    torch.narrow: {2: "start"},
+    torch.Tensor.narrow: {2: "start"},
+    torch.nn.functional.ctc_loss: {2: "input_lengths", 3: "target_lengths"},
+}
+"""Functions that take tensors where they need numbers -> positions and names of these arguments."""
+NEW = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
+FACTORIES_LIKE = {
+    aten.new_ones.default: aten.ones.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_full.default: aten.full.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.full_like.default: aten.full.default,
+}
+"""Factory that takes only its type (and shape) from a tensor -> factory of the same values without it."""
 _COPIES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 
 
@@ -84,6 +102,13 @@ class KnownValues:
         if not isinstance(tensor, FakeTensor):
             return tensor if type(tensor) is torch.Tensor and tensor.device.type != "meta" else None
         return tensor.constant
+
+    def known_arguments(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call, with a stand-in of the same shape for a tensor whose values the op does not read."""
+        if func not in FACTORIES_LIKE or self.get(args[0]) is not None:
+            return tuple(args)
+        with real_execution():
+            return torch.empty(1, dtype=args[0].dtype).expand(shape_hint(args[0])), *args[1:]
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run `func` on the real values of known tensors, on CPU."""
@@ -125,7 +150,11 @@ class _KnownDispatch(TorchDispatchMode):
             return None
         symbolic = any(isinstance(leaf, (torch.SymFloat, torch.SymBool)) for leaf in leaves)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        all_known = not symbolic and not random and all(self.known.get(tensor) is not None for tensor in tensors)
+        known_args = self.known.known_arguments(func, args) if tensors else args
+        needed = pytree.tree_leaves((known_args, kwargs))
+        all_known = not (symbolic or random) and all(
+            self.known.get(leaf) is not None for leaf in needed if isinstance(leaf, torch.Tensor)
+        )
         if all_known and tensors and self._needs_value(func, args):
             return pytree.tree_map_only(
                 torch.Tensor,
@@ -145,7 +174,7 @@ class _KnownDispatch(TorchDispatchMode):
         elif is_mutating_op(func) and tensors:
             self._after_mutation(func, args, kwargs, all_known)
         elif all_known:
-            self._learn_outputs(func, args, kwargs, tensors, output)
+            self._learn_outputs(func, known_args, kwargs, tensors, output)
         return output
 
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
@@ -222,6 +251,17 @@ class _KnownFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
             return self._tensor_of_list(func, args, kwargs)
+        if func is torch.Tensor.register_hook and args[0].requires_grad:
+            raise CaptureError(
+                "the model registers a hook on a tensor's gradient, which a graph does not have, so gradients would be wrong; "
+                "change the gradient with tensor ops in forward, or take the hook off"
+            )
+        if func is torch.Tensor.new_tensor and isinstance(args[1], (list, tuple)):
+            return self._learned(func(*args, **kwargs), args[1])
+        if func in _NUMBERS:
+            names = _NUMBERS[func]
+            args = tuple(self._as_numbers(arg) if at in names else arg for at, arg in enumerate(args))
+            kwargs = {name: self._as_numbers(arg) if name in names.values() else arg for name, arg in kwargs.items()}
         if func in _VALUE_READS and isinstance(args[0], FakeTensor):
             real = self.known.get(args[0])
             if real is not None:
@@ -242,7 +282,14 @@ class _KnownFunctions(TorchFunctionMode):
             return value if real is None else self.read(value, real, torch.Tensor.tolist)
 
         data = pytree.tree_map_only(torch.Tensor, literal, args[0])
-        out = func(data, *args[1:], **kwargs)
+        return self._learned(func(data, *args[1:], **kwargs), data)
+
+    def _as_numbers(self, value: Any) -> Any:
+        real = self.known.get(value) if isinstance(value, torch.Tensor) else None
+        return value if real is None else self.read(value, real, torch.Tensor.tolist)
+
+    def _learned(self, out: Any, data: Any) -> Any:
+        """Record the values of a tensor made from Python numbers, and return it."""
         leaves = pytree.tree_leaves(data)
         plain = not any(isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves)
         if isinstance(out, torch.Tensor) and plain and self.known.get(out) is None:

@@ -5,6 +5,8 @@ Stage sources call these by name, so a reader sees where features enter the text
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.fx.node import has_side_effect
@@ -41,6 +43,26 @@ def merge_features(embeddings: torch.Tensor, mask: torch.Tensor, features: torch
         features: at least as many elements as `mask` has true ones, in row-major order.
     """
     return torch.masked_scatter(embeddings, mask, features)
+
+
+class _WithValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return new.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+def with_value(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return the value of `new` with the gradient of `old`: `old` after a write that autograd did not record.
+
+    Args:
+        old: tensor before the write, of any shape.
+        new: tensor of the same shape and dtype; no gradient reaches it.
+    """
+    return _WithValue.apply(old, new)
 
 
 def attention_words(

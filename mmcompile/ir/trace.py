@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import operator
-import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,14 +15,24 @@ from torch.export import Dim
 from torch.fx.graph import CodeGen
 
 from mmcompile.errors import BatchError, CaptureError
-from mmcompile.ir.compat import FakeTensor, fake_mode_of, is_mutating_op, transformers_eager_paths
-from mmcompile.ir.functional import functionalize
+from mmcompile.ir.compat import (
+    FakeTensor,
+    fake_mode_of,
+    is_mutating_op,
+    plain_checkpointing,
+    transformers_eager_paths,
+)
+from mmcompile.ir.functional import NO_GRAD, functionalize
+from mmcompile.ir.gradient_proof import check_trained, trained_by
 from mmcompile.ir.graph import LossInfo, results_of
-from mmcompile.ir.host_shapes import HostProgram, attribute, split_host_program
+from mmcompile.ir.host_shapes import HostProgram, attribute, has_dynamic_shape, split_host_program
 from mmcompile.ir.implementations import packed_towers, traceable_experts
+from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.known_values import KnownValues, known_values
 from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
+from mmcompile.ir.python_randomness import no_python_randomness
 from mmcompile.ir.sizes import Sizes, take_sizes
+from mmcompile.ir.tracing_context import python_state_kept, quiet_export, without_cache
 
 aten = torch.ops.aten
 
@@ -58,25 +66,42 @@ class Trace:
 
 
 class _LossOnly(nn.Module):
-    """Wrapper module whose forward takes the tensor inputs by name and returns only the model's loss."""
+    """Wrapper module whose forward takes the tensor inputs by name and returns only the model's loss.
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, torch.Tensor], options: Mapping[str, Any]) -> None:
+    Args:
+        model: the model.
+        batch: real value of each tensor input.
+        arguments: function (tensor inputs by name) -> all arguments of the model's forward.
+        on_trace: called after a traced forward with the names of the parameters that get a gradient from it. (Export resets
+            attributes that a forward sets.)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        arguments: Callable[[Mapping[str, torch.Tensor]], dict[str, Any]],
+        on_trace: Callable[[frozenset[str]], None],
+    ) -> None:
         super().__init__()
         self.model = model
         self._batch = batch
-        self._options = options
+        self._arguments = arguments
+        self._on_trace = on_trace
         names = list(batch)
         self.forward = _named_forward(self._run, names)
 
     def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
         if not any(isinstance(value, FakeTensor) for value in inputs.values()):
-            return _loss_of(self.model(**inputs, **self._options))
+            return _loss_of(self.model(**self._arguments(inputs)))
         known = KnownValues()
         for name, value in inputs.items():
             if isinstance(value, FakeTensor):
                 known.learn(value, self._batch[name])
-        with transformers_eager_paths(), known_values(known):
-            return _loss_of(self.model(**inputs, **self._options))
+        with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(), known_values(known):
+            loss = _loss_of(self.model(**self._arguments(inputs)))
+        self._on_trace(trained_by(loss, dict(self.model.named_parameters())))
+        return loss
 
 
 def _named_forward(run: Any, names: list[str]) -> Any:
@@ -108,54 +133,38 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-@contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Generator[dict[str, Any]]:
-    """Switch `use_cache` off in every sub-config (a cache adds two cats per layer), and yield options for the call."""
-    configs = {
-        id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
-    }
-    changed = [config for config in configs.values() if getattr(config, "use_cache", False)]
-    for config in changed:
-        config.use_cache = False
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    try:
-        yield options
-    finally:
-        for config in changed:
-            config.use_cache = True
-
-
-def export_step(
-    model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, tuple[int, ...]] | None = None
-) -> Trace:
+def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[int, ...]] | None = None) -> Trace:
     """Capture `loss = model(**batch)` as one functional graph.
 
     Args:
         model: any module, with real or fake parameters; `requires_grad` flags and train/eval mode are taken as they
             are.
-        batch: input name -> tensor (real values), or a plain Python value that is fixed.
+        batch: tensors (real values), and plain Python values, which are fixed.
         dynamic: input name -> dims to keep symbolic; the model's code may still fix some of them.
 
     Raises:
         BatchError: the model itself refused the batch.
         CaptureError: a value was needed that depends on activations.
     """
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    # Copies, as export leaves marks on the tensors it is given, with which a later capture of them would fail.
+    tensors = {name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
-    with _without_cache(model) as options:
-        wrapper = _LossOnly(model, tensors, {**options, **fixed})
+    with without_cache(model) as options, python_state_kept(model):
+        trained: list[frozenset[str]] = []
+        arguments = lambda given: {**options, **batch.arguments({**fixed, **given})}  # noqa: E731
+        wrapper = _LossOnly(model, tensors, arguments, trained.append)
         mode = fake_mode_of(model)
         inputs = (
             {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
         )
         dims = {name: {dim: Dim.AUTO for dim in (dynamic or {}).get(name, ())} or None for name in tensors}
-        with packed_towers(model), traceable_experts(model), _quiet_export(), mode or contextlib.nullcontext():
+        with packed_towers(model), traceable_experts(model), quiet_export(), mode or contextlib.nullcontext():
             exported = torch.export.export(
                 wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None
             )
     module = _rooted_at_model(exported.module(check_guards=False), model)
-    sizes = take_sizes(module.graph)
     functionalize(module.graph)
+    sizes = take_sizes(module.graph)
     _name_merges(module.graph)
     loss = _own_loss(module.graph)
     _drop_dead(module.graph, keep_reads=True)
@@ -167,27 +176,14 @@ def export_step(
             module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
+    check_trained(module, trained[-1])
     names = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
     return Trace(module=module, input_names=names, host=host, sizes=sizes, loss=loss)
 
 
-@contextlib.contextmanager
-def _quiet_export() -> Generator[None]:
-    """Silence export's warnings about dims that the model fixes and about attributes that its forward leaves behind."""
-    logger = logging.getLogger("torch._export.non_strict_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The tensor attributes? .* (was|were) assigned during export")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
     """Return the exported graph with the model's tensors under their original names; all others are `constant_<n>`."""
-    _inline_regions(exported)
+    inline_regions(exported)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     first_name: dict[int, str] = {}
     for name, tensor in own.items():
@@ -209,7 +205,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
     return fx.GraphModule(tensors, exported.graph, type(model).__name__)
 
 
-def _inline_regions(exported: fx.GraphModule) -> None:
+def inline_regions(exported: fx.GraphModule) -> None:
     """Inline the bodies of `torch.no_grad` and autocast-off regions. Values that leave a no_grad region are detached."""
     graph = exported.graph
     for node in list(graph.nodes):
@@ -229,7 +225,7 @@ def _inline_regions(exported: fx.GraphModule) -> None:
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-        _inline_regions(exported)
+        inline_regions(exported)
         return
 
 
@@ -241,17 +237,24 @@ def _copy_body(graph: fx.Graph, region: fx.GraphModule, inputs: list[fx.Node], *
         if node.op == "placeholder":
             copies[node] = next(arguments)
         elif node.op == "output":
-            outputs = [copies[value] for value in node.args[0]]
+            outputs = list(node.args[0])
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    if not detach:
-        return outputs
-    detached = []
-    for output in outputs:
-        barrier = graph.call_function(aten.detach.default, (output,))
-        barrier.meta = dict(output.meta)
-        detached.append(barrier)
-    return detached
+            copies[node].meta[NO_GRAD] = detach or node.meta.get(NO_GRAD, False)
+    return [_detached(graph, copies[node]) if detach and not _is_input(node) else copies[node] for node in outputs]
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Return True for an input of a region, also after in-place ops, which return what they write: its gradient stays."""
+    while is_mutating_op(node.target):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    barrier = graph.call_function(aten.detach.default, (node,))
+    barrier.meta = dict(node.meta)
+    return barrier
 
 
 def _clean_module_paths(graph: fx.Graph) -> None:
@@ -342,4 +345,5 @@ def _updates_buffer(node: fx.Node) -> bool:
 
 
 def _reads_value(node: fx.Node) -> bool:
-    return node.target is VALUE_READ or torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+    dependent = torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+    return node.target is VALUE_READ or dependent or has_dynamic_shape(node)

@@ -198,7 +198,7 @@ def test_missing_images_are_refused_though_the_model_would_run() -> None:
     family = ALL["llava"]
     batch = family.batch()
     del batch["pixel_values"]
-    with pytest.raises(BatchError, match=r"32 image placeholders \(token 990\) but the batch has no image input"):
+    with pytest.raises(BatchError, match=r"32 image placeholders \(token 990\) but the batch has no media"):
         capture(family.build(), batch)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.ir.capture import Capture
-from mmcompile.ir.inputs import with_positions
+from mmcompile.ir.inputs import completed
 
 NEGLIGIBLE = 1e-2
 """Share of the model's largest gradient that a parameter's own largest counts as at least: 1e-5 of this share is float32's
@@ -100,7 +100,7 @@ def holds_for(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> 
 
 def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> dict[str, Tensor | int] | Misfit:
     """Everything the graph takes, by name."""
-    batch = with_positions(model, batch)
+    batch = completed(model, batch)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     bound = captured.sizes.bind(tensors)
     if bound is None:

@@ -1,0 +1,131 @@
+"""Proof of a capture: the graph trains exactly the parameters that the model itself trains.
+
+While a model is traced, autograd records its forward on fake tensors as it would in training. That record is independent of the
+graph: it knows nothing of the rewriting of in-place ops, of inlined `no_grad` regions, or of what was taken for a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from mmcompile.errors import CaptureError
+from mmcompile.ir.compat import FakeTensorMode
+from mmcompile.ir.graph import results_of
+
+_SHOWN = 6
+_CUSTOM_OPS = "torch._library.autograd"
+"""Module of the autograd functions of custom ops, which are nodes of a graph with their backward."""
+
+
+def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of the parameters that get a gradient from a loss.
+
+    Args:
+        loss: result of a forward that autograd recorded.
+        named: name -> parameter, as the forward used them.
+
+    Raises:
+        CaptureError: the backward runs Python that a graph does not have: an own `torch.autograd.Function`.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    found: set[str] = set()
+    for step in _recorded(loss):
+        variable = getattr(step, "variable", None)
+        own = type(step)._forward_cls if isinstance(step, BackwardCFunction) else None  # type: ignore[attr-defined]  # pyright: ignore
+        if own is not None and own.__module__ != _CUSTOM_OPS:
+            raise CaptureError(
+                f"the model uses the autograd function {own.__module__}.{own.__qualname__}, whose backward is Python that a "
+                "graph does not have, so gradients would be wrong; express it with tensor ops (a straight-through estimator: "
+                "`x + (hard(x) - x).detach()`)"
+            )
+        if variable is not None and id(variable) in names:
+            found.add(names[id(variable)])
+    return frozenset(found)
+
+
+def _recorded(loss: Tensor) -> Generator[Node]:
+    """Yield every node of the autograd graph behind a loss."""
+    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        following = [source for source, _ in node.next_functions if source is not None and source not in seen]
+        seen.update(following)
+        waiting += following
+
+
+def check_trained(module: fx.GraphModule, trained: frozenset[str]) -> None:
+    """Run a captured graph on fake tensors, and compare the parameters that get a gradient with those of the model.
+
+    Args:
+        module: captured graph; parameters are attributes under their original names.
+        trained: parameters that get a gradient from the model's own forward; for tied parameters, any of the names.
+
+    Raises:
+        CaptureError: parameters get a gradient on one side only.
+    """
+    loss, named = _fake_loss(module)
+    got = trained_by(loss, named)
+    if got == trained:
+        return
+    parts = []
+    for what, names in (("none in the graph", trained - got), ("one in the graph only", got - trained)):
+        if names:
+            paths = sorted({_path(module, name) for name in names})
+            shown = ", ".join(sorted(names)[:_SHOWN]) + (
+                f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            )
+            parts.append(f"{what}: {shown} (read by {', '.join(paths[:3])})")
+    raise CaptureError(
+        "the captured graph does not train what the model trains; parameters that get a gradient in the model and "
+        f"{'; '.join(parts)}; nothing was planned or trained. Please report the model and the batch"
+    )
+
+
+def _path(module: fx.GraphModule, parameter: str) -> str:
+    """Return the path of a module that reads a parameter."""
+    users = (user for node in module.graph.nodes if node.target == parameter for user in node.users)
+    return next((str(user.meta.get("module_path")) for user in users), "") or "the model's own forward"
+
+
+class _OnFakes(fx.Interpreter):
+    """Interpreter of a graph whose parameters, buffers and constants are fake tensors of the same shapes."""
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False
+        self.mode = mode
+        self.fakes: dict[str, Tensor] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        if target not in self.fakes:
+            value: object = super().fetch_attr(target)
+            if not isinstance(value, Tensor):
+                return value
+            self.fakes[target] = self.fake(value)
+        return self.fakes[target]
+
+    def fake(self, value: Tensor) -> Tensor:
+        """Return a fake tensor of a tensor's shape, dtype, device and gradient flag."""
+        device = "cpu" if value.device.type == "meta" else value.device
+        with self.mode:
+            made = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+        return made.requires_grad_(isinstance(value, nn.Parameter) and value.requires_grad)
+
+
+def _fake_loss(module: fx.GraphModule) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a graph run on fake tensors, and its fake parameters by name."""
+    runner = _OnFakes(module, FakeTensorMode())
+    values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [runner.fake(value) if isinstance(value, Tensor) else value for value in values]
+    assert results_of(module.graph)
+    with runner.mode, torch.enable_grad():
+        results = runner.run(*inputs)
+    return results[0], runner.fakes

@@ -1,0 +1,322 @@
+"""Captures that were silently wrong, each kind at its root: the graph equals eager, or the capture is refused with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.oracles.eager import Misfit, difference, eager_outcome, graph_outcome, misfit
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmcompile.errors import CaptureError
+from mmcompile.ir import functional, gradient_proof
+from mmcompile.ir.capture import capture
+
+Batch = dict[str, Any]
+
+
+def batch(seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(6, 4, generator=generator),
+        "lengths": torch.tensor([2, 4]),
+        "labels": torch.tensor([0, 1, 2, 3, -100, -100]),
+    }
+
+
+class Between(nn.Module):
+    """Two linears with a function between them."""
+
+    def __init__(self, between: Callable[[Tensor, Batch], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        hidden = self.between(self.first(inputs["x"]), inputs)
+        return {"loss": F.cross_entropy(self.last(hidden), inputs["labels"])}
+
+
+def assert_as_eager(model: nn.Module, given: Batch | None = None) -> None:
+    given = batch() if given is None else given
+    found = capture(model, given)
+    torch.manual_seed(0)
+    got = graph_outcome(model, found, given)
+    torch.manual_seed(0)
+    wanted = eager_outcome(model, given)
+    assert difference(got, wanted).within(1e-6), str(difference(got, wanted))
+
+
+# In-place writes into tensors made in forward: their gradient was lost.
+
+FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: torch.zeros(x.shape[0], 4, device=x.device),
+    "new_zeros": lambda x: x.new_zeros(6, 4),
+    "zeros_like": torch.zeros_like,
+    "zeros with dtype": lambda x: torch.zeros((6, 4), dtype=x.dtype, device=x.device),
+    "empty_like": lambda x: torch.empty_like(x).zero_(),
+    "full": lambda x: torch.full((6, 4), 0.0),
+    "ones": lambda x: torch.ones(6, 4) * 0,
+    "tensor": lambda x: torch.tensor([[0.0] * 4] * 6),
+    "clone": lambda x: x.detach().clone(),
+    "expand": lambda x: torch.zeros(1, 4).expand(6, 4).contiguous(),
+}
+
+
+def _add(a: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    a += v
+    return a
+
+
+def _mask(a: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    a[labels == 1] = v[labels == 1]
+    return a
+
+
+def _slice(a: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    a[:, 1:3] = v[:, 1:3]
+    return a
+
+
+def _rows(a: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    for index in range(3):
+        a[index, :2] = v[index, :2]
+    return a
+
+
+def _chunks(a: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    a.view(2, 3, 4).transpose(0, 1)[1].add_(v[:2])
+    return a
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "add": _add,
+    "mask": _mask,
+    "index_add_": lambda a, v, labels: a.index_add_(0, labels.clamp(min=0), v),
+    "slice": _slice,
+    "rows": _rows,
+    "copy_": lambda a, v, labels: a.copy_(v),
+    "masked_scatter_": lambda a, v, labels: a.masked_scatter_(labels[:, None] == 1, v),
+    "scatter_add_": lambda a, v, labels: a.scatter_add_(0, labels.clamp(min=0)[:, None].expand(6, 4), v),
+    "views": _chunks,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_writes_into_factories_keep_their_gradient(factory: str, write: str) -> None:
+    assert_as_eager(Between(lambda h, given: h + WRITES[write](FACTORIES[factory](given["x"]), h, given["labels"])))
+
+
+# Sizes that depend on values: another batch was said to hold.
+
+SIZES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "rows of a mask": lambda h, given: h / h[given["labels"] != -100].shape[0],
+    "length of nonzero": lambda h, given: h / len((given["labels"] != -100).nonzero()),
+    "arange of a count": lambda h, given: h + torch.arange(h[given["labels"] != -100].shape[0]).sum(),
+    "unique": lambda h, given: h * torch.unique(given["labels"]).numel(),
+    "unique_consecutive": lambda h, given: h * len(torch.unique_consecutive(given["labels"], return_counts=True)[1]),
+    "sum as a number": lambda h, given: h / int((given["labels"] != -100).sum()),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_that_depend_on_values_are_guarded(size: str) -> None:
+    model, other = Between(SIZES[size]), batch(1) | {"labels": torch.tensor([0, 1, -100, -100, -100, -100])}
+    found = capture(model, batch())
+    assert misfit(model, found, other) is Misfit.VALUES_READ
+    assert difference(graph_outcome(model, found, batch()), eager_outcome(model, batch())).within(1e-6)
+
+
+# Values of inputs that Python reads in other ways than `.item()`.
+
+READS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "arange of 0-d tensors": lambda h, given: h[torch.arange(given["lengths"][0] - 2, given["lengths"][1] + 2)],
+    "narrow": lambda h, given: h.narrow(0, given["lengths"][0] - 2, 6),
+    "split": lambda h, given: torch.cat(h.split(given["lengths"].tolist())).sum() + h,
+    "slices": lambda h, given: torch.cat([h[: given["lengths"][0]], h[given["lengths"][0] :]]),
+    "numpy": lambda h, given: (
+        h + torch.from_numpy(given["lengths"].numpy() * 2).sum() + int(np.asarray(given["lengths"]).sum())
+    ),
+    "full": lambda h, given: h * torch.full((6, 1), given["lengths"][1], dtype=torch.float),
+    "bool of new_zeros": lambda h, given: (
+        h * 2 if h.new_zeros(6, dtype=torch.bool).index_fill(0, given["lengths"], True).any() else h
+    ),
+}
+
+
+def _mask_of_an_activation(h: Tensor, given: Batch) -> Tensor:
+    mask = h.new_ones((6,))
+    mask[given["lengths"][0] : given["lengths"][1]] = 0
+    return h[mask.bool()].sum() + h
+
+
+def _index_of_a_mask(h: Tensor, given: Batch) -> Tensor:
+    mask = h.new_ones(2, 6, dtype=torch.long)
+    mask[0, given["lengths"][0] :] = 0
+    return h + h[int(mask.cumsum(1)[0].argmax())]
+
+
+@pytest.mark.parametrize("read", [*READS.values(), _mask_of_an_activation, _index_of_a_mask])
+def test_known_values_are_used(read: Callable[[Tensor, Batch], Tensor]) -> None:
+    assert_as_eager(Between(read))
+
+
+# Gradients that a graph does not have.
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -gradient
+
+
+def _hooked(h: Tensor, given: Batch) -> Tensor:
+    h.register_hook(lambda gradient: gradient * 2)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda h, given: Reversed.apply(h), "the autograd function .*Reversed, whose backward is Python"),
+        (_hooked, "a hook on a tensor's gradient"),
+        (lambda h, given: torch.func.grad(lambda z: z.pow(3).sum())(h), "does not train what the model trains"),
+    ],
+)
+def test_gradients_that_a_graph_does_not_have_are_refused(between: Callable[..., Tensor], reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason):
+        capture(Between(between), batch())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_functions_are_captured_as_their_computation(reentrant: bool) -> None:
+    layer = nn.Linear(4, 4)
+    model = Between(lambda h, given: checkpoint(lambda x: layer(x).sin(), h, use_reentrant=reentrant))
+    model.layer = layer
+    assert_as_eager(model)
+
+
+def test_the_proof_finds_a_lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the old rewriting of in-place ops (a detached view of a constant is computed again from it), training is refused."""
+    lost = functional._update
+
+    def detaching(graph: Any, node: Any, target: Any) -> Any:
+        return functional._call(graph, node, torch.ops.aten.detach.default, lost(graph, node, target))
+
+    monkeypatch.setattr(functional, "_update", detaching)
+    with pytest.raises(
+        CaptureError, match=r"gradient in the model and none in the graph: first.bias, first.weight \(read by first\)"
+    ):
+        capture(Between(lambda h, given: _add(torch.zeros(6, 4), h, given["labels"])), batch())
+
+
+def test_the_proof_reads_autograds_own_record() -> None:
+    model = Between(lambda h, given: h.detach())
+    loss = model(**batch())["loss"]
+    assert gradient_proof.trained_by(loss, dict(model.named_parameters())) == {"last.weight", "last.bias"}
+
+
+# Randomness outside torch.
+
+DRAWS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "numpy array": lambda h, given: h * torch.from_numpy(np.random.rand(6, 1)).float(),
+    "numpy permutation": lambda h, given: h[torch.from_numpy(np.random.permutation(6))],
+    "numpy scalar": lambda h, given: h * 2 if np.random.rand() > 0.5 else h,
+    "python": lambda h, given: h * random.uniform(0.5, 1.5),
+    "python scalar": lambda h, given: h * random.random(),
+    "generator without a seed": lambda h, given: h * float(np.random.default_rng().random()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_random_numbers_of_numpy_and_python_are_refused(draw: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_silently_wrong.py:\d+: .*draw with torch"):
+        capture(Between(DRAWS[draw]), batch())
+
+
+def test_random_numbers_that_decide_nothing_are_none() -> None:
+    """Layer drop of rate 0, as models of transformers write it."""
+    assert_as_eager(Between(lambda h, given: h if random.uniform(0, 1) < 0.0 or np.random.random() < 0 else h * 2))
+    assert_as_eager(Between(lambda h, given: h * float(np.random.default_rng(3).random())))
+
+
+# Batches with nested tensors, and tensors that a capture must not mark.
+
+
+@dataclass
+class Target:
+    classes: Tensor
+    weight: float
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, targets: dict[str, Any], parts: list[dict[str, Tensor]], target: Target) -> Tensor:
+        hidden = self.head(x)
+        loss = F.cross_entropy(hidden, targets["classes"][0]) + target.weight * F.cross_entropy(hidden, target.classes)
+        return loss + sum(hidden[part["rows"]].mean() for part in parts)
+
+
+def nested(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def classes() -> Tensor:
+        return torch.randint(0, 4, (6,), generator=generator)
+
+    return {
+        "x": torch.randn(6, 4, generator=generator),
+        "targets": {"classes": (classes(), "unused")},
+        "parts": [{"rows": classes()}, {"rows": classes()}],
+        "target": Target(classes(), 0.5),
+    }
+
+
+def test_nested_tensors_are_inputs() -> None:
+    model = Nested()
+    found = capture(model, nested(0))
+    assert [spec.name for spec in found.graph.inputs] == [
+        "x",
+        "targets__classes__0",
+        "parts__0__rows",
+        "parts__1__rows",
+        "target__classes",
+    ]
+    for seed in (0, 1):
+        given = nested(seed)
+        assert misfit(model, found, given) is None
+        model.zero_grad()
+        wanted = model(**given)
+        wanted.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        got = graph_outcome(model, found, given)
+        assert got.loss == wanted.item()
+        assert all(torch.equal(a, b) for a, b in zip(got.gradients.values(), gradients, strict=True))
+
+
+def test_a_capture_leaves_the_batch_and_the_model_as_they_were() -> None:
+    class Caching(Between):
+        def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+            if not hasattr(self, "table"):
+                self.table = torch.arange(4.0)
+            return super().forward(**{**inputs, "x": inputs["x"] + self.table})
+
+    model, given = Caching(lambda h, given: h), batch()
+    capture(model, given, varying={"x": (0,), "labels": (0,)})
+    assert not hasattr(model, "table")
+    assert all(not [name for name in vars(value) if "dynamo" in name] for value in given.values())
+    assert_as_eager(model)
