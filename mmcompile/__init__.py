@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmcompile.data.batches import MapBatches as MapBatches
     from mmcompile.elastic_run import elastic as elastic
     from mmcompile.errors import MMCompileError as MMCompileError
-    from mmcompile.ir.extract import component_module as component_module
+    from mmcompile.ir.copy import component_module as component_module
     from mmcompile.ir.meta_model import skeleton as skeleton
     from mmcompile.ir.sample_inputs import example_batch as example_batch
     from mmcompile.planner.plan.plan import Plan as Plan
@@ -48,7 +48,7 @@ _MODULES = {
     "ParameterGroup": "mmcompile.runtime.optim.param_groups",
     "Plan": "mmcompile.planner.plan.plan",
     "capture": "mmcompile.api",
-    "component_module": "mmcompile.ir.extract",
+    "component_module": "mmcompile.ir.copy",
     "compose": "mmcompile.composition.build",
     "elastic": "mmcompile.elastic_run",
     "example_batch": "mmcompile.ir.sample_inputs",

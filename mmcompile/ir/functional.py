@@ -298,7 +298,7 @@ def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, 
 
 
 def _scatter(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """Return `source` with `new` at the positions that a view shows of it: the view of a tensor of positions tells which."""
+    """Return `source` with `new` at the positions that a view shows of it; the same view of a tensor of positions holds them."""
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(graph, near, target, *args, **kwargs)

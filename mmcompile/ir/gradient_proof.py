@@ -1,7 +1,7 @@
 """Proof of a capture: the graph trains exactly the parameters that the model itself trains.
 
 While a model is traced, autograd records its forward on fake tensors as it would in training. That record is independent of the
-graph: it knows nothing of the rewriting of in-place ops, of inlined `no_grad` regions, or of what was taken for a constant.
+graph: of the rewriting of in-place ops, of inlined `no_grad` regions, and of what was taken for a constant.
 """
 
 from __future__ import annotations

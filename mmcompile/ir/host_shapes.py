@@ -232,7 +232,7 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
             if not isinstance(value, (torch.nn.Parameter, FakeTensor)) and _small(value):
                 known[node] = value
         elif _computable(node, known):
-            target, args, kwargs = free_factory(node) or (node.target, node.args, dict(node.kwargs))
+            target, args, kwargs = _free_factory(node) or (node.target, node.args, dict(node.kwargs))
             args, kwargs = fx.map_arg((args, kwargs), known.__getitem__)
             with torch.no_grad():
                 value = target(*args, **kwargs)
@@ -241,7 +241,7 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
     return known
 
 
-def free_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+def _free_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Return the call (op, args, kwargs) of a factory without the tensor that gives its type: `x.new_ones(3)` is `ones(3)`.
 
     None for any other node, and for a factory of a symbolic shape.
@@ -264,7 +264,7 @@ def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values a node needs."""
-    free = free_factory(node)
+    free = _free_factory(node)
     if free is None:
         return node.all_input_nodes
     found: list[fx.Node] = []
@@ -274,7 +274,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Copy a node into the graph of a host program, without the activations that only give a factory its type."""
-    free = free_factory(node)
+    free = _free_factory(node)
     if free is None:
         return graph.node_copy(node, copies.__getitem__)
     copy = graph.call_function(free[0], *fx.map_arg(free[1:], copies.__getitem__))

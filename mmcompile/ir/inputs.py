@@ -79,9 +79,9 @@ def completed(model: nn.Module, batch: Mapping[str, Any]) -> FlatBatch:
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise BatchError for placeholders without media: a model often trains on their embeddings without an error.
 
-    Whatever their names, media are inputs of floats; each kind of placeholder needs one.
+    Media are the inputs of floats, under any name; each kind of placeholder needs one.
     """
-    config, ids = getattr(inner_model(model), "config", None), batch.get("input_ids")
+    config, ids = getattr(_inner_model(model), "config", None), batch.get("input_ids")
     if config is None or not isinstance(ids, Tensor):
         return
     tokens: dict[int, str] = {}
@@ -104,7 +104,7 @@ def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
         )
 
 
-def inner_model(model: nn.Module) -> nn.Module:
+def _inner_model(model: nn.Module) -> nn.Module:
     """Return the model inside a peft wrapper, whose own forward takes any arguments; another model is returned as it is."""
     inner: Any = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
@@ -116,7 +116,7 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be
     a new pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
     """
-    model = inner_model(model)
+    model = _inner_model(model)
     owners = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     owner: Any = next((own for own in owners if hasattr(own, "get_rope_index")), None)
     takes = inspect.signature(model.forward).parameters

@@ -30,9 +30,8 @@ from mmcompile.ir.implementations import packed_towers, traceable_experts
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.known_values import KnownValues, known_values
 from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
-from mmcompile.ir.python_randomness import no_python_randomness
 from mmcompile.ir.sizes import Sizes, take_sizes
-from mmcompile.ir.tracing_context import python_state_kept, quiet_export, without_cache
+from mmcompile.ir.tracing_context import no_python_randomness, python_state_kept, quiet_export, without_cache
 
 aten = torch.ops.aten
 

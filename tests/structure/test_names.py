@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 from structure.counts import MAX_CLASSES, MAX_FILES, MAX_LINES, NONE, by_folder, class_names, file_names
 from support.product import modules, unused_public_names
 
 
 def test_the_product_has_few_lines() -> None:
     lines = sum(by_folder().values(), NONE).lines
-    if lines > MAX_LINES:
-        pytest.skip(f"{lines:,} lines, wanted are at most {MAX_LINES:,}; a bound once the moves are done")
+    assert lines <= MAX_LINES, (
+        f"{lines:,} lines, at most {MAX_LINES:,}: make others shorter, or say why the bound must rise"
+    )
 
 
 def test_the_product_has_few_classes() -> None:

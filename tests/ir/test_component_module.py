@@ -7,7 +7,7 @@ import torch
 from support.graphs.split import captured, root_values
 from torch import Tensor, nn
 
-from mmcompile.ir.extract import component_module
+from mmcompile.ir.copy import component_module
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "mllama", "two_encoder_net"])
