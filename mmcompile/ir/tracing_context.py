@@ -1,8 +1,8 @@
 """State around a trace: options switched off for it, fake tensors that a model keeps, random numbers drawn outside torch.
 
-The first are restored and the second taken back; the third are refused. torch's own random numbers stay ops of the graph. Those of
-numpy and of Python's `random` (SpecAugment, layer drop) are numbers of Python by the time they reach a tensor, and a graph would
-repeat them.
+The first are restored and the second taken back; the third are refused. torch's own random numbers stay ops of the graph. Those
+of numpy and of Python's `random` (SpecAugment, layer drop) are numbers of Python by the time they reach a tensor, and a graph
+would repeat them.
 """
 
 from __future__ import annotations
