@@ -14,7 +14,7 @@ from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """First command of an engine: placed stages, optimizer and options, which stay the same until it ends."""
+    """First command of an engine: stages with their ranks, optimizer and options, which stay the same until the engine ends."""
 
     stages: tuple[PlacedStage, ...]
     optimizer: OptimizerSpec
@@ -35,7 +35,7 @@ class Install:
     pattern: str
     tower: str
     holders: dict[str, tuple[int, ...]]
-    """Indices of the placed stages that hold each trainable parameter, by name, over all patterns installed so far."""
+    """Stages that hold each trainable parameter in any installed pattern, by name: indices into the placement's stages."""
     updaters: dict[str, int] = field(default_factory=dict)
     """Rank that updates each trainable parameter, by name, over all patterns so far. Empty unless the optimizer is sharded."""
     restored: str = ""
@@ -84,7 +84,7 @@ class ApplyCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refuse:
-    """Inform ranks that rank 0 refused the user's call, without effect; ranks that wait in the same call raise the same error."""
+    """Inform ranks that rank 0 refused the user's call, without effect. Ranks that wait in the same call raise its error."""
 
     error: str
     message: str

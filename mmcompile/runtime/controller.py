@@ -129,7 +129,11 @@ class Controller:
                 wire.send_tensors(self._groups, rank, tensors)
 
     def await_holders(self, state: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state (`<key>/<name>`) until ranks hold its parameters. To be called before any rank does."""
+        """Keep initial optimizer state; the `install` that first gives a rank the parameter also sends it the state.
+
+        Args:
+            state: tensors by `<key>/<parameter>`, such as `master/lm_head.weight`. No rank may hold these parameters yet.
+        """
         self._waiting |= state
 
     def weights(self) -> dict[str, Tensor]:
@@ -171,7 +175,7 @@ class Controller:
         return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure), "")
 
     def apply(self, stored: Stored) -> None:
-        """Make every rank apply the tensors it read. State of parameters that no rank holds yet stays in the checkpoint."""
+        """Make every rank apply the tensors it read. Optimizer state of parameters that no rank holds stays in the checkpoint."""
         self._announce(ApplyCheckpoint())
         self.worker.load(self.worker.checkpoints.take())
         known = {stored.index.name_of(name) for name in self._held_names()}
@@ -208,10 +212,7 @@ class Controller:
         wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
-        """Return the programs of a balance group's stages in a pattern, by index of the placed stage.
-
-        Stages without one are left out.
-        """
+        """Return the programs of a balance group in a pattern, by index of the stage in the placement; some stages have none."""
         found: dict[int, StageProgram] = {}
         for index, stage in enumerate(self._stages):
             if stage.tower == tower and stage.program_name in programs.programs:
@@ -231,15 +232,15 @@ class Controller:
         return {self._stages[index].ranks[0] for index in self._holders.get(name, ())}
 
     def _lacking(self, rank: int, programs: Sequence[StageProgram]) -> tuple[str, ...]:
-        """Return the parameters and buffers that a rank's programs read and the rank does not hold."""
+        """Return the names of the parameters and buffers that `programs` read and the rank does not hold."""
         names = [name for program in programs for name in _read(program)]
         return tuple(name for name in dict.fromkeys(names) if rank not in self._ranks(name))
 
     def _trained(self, names: set[str]) -> dict[str, dict[str, Tensor]]:
-        """Return tensors that a new holder of a parameter needs besides the model's value, by parameter, then by path.
+        """Return what a rank that newly holds a parameter needs besides the model's value: tensors by parameter, then by path.
 
-        They are the current value and optimizer state if a rank trains it already, or loaded state of a parameter without a
-        holder.
+        If a rank trains it already: its current value (`value/<name>`) and optimizer state (`state/<key>/<name>`). If no rank
+        holds it yet: optimizer state given to `await_holders`.
         """
         found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         held = sorted(names & self._trainable & self._holders.keys())
@@ -286,7 +287,7 @@ class Controller:
         return pieces + self._restored.pieces()
 
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-        """Return the tensors of `_trained` to send to a rank: optimizer state only of parameters that it updates."""
+        """Return `trained` (tensors by parameter and path) without optimizer state of parameters that `rank` does not update."""
         return {
             name: {
                 path: tensor

@@ -443,7 +443,7 @@ class Engine:
     def _plan_next(
         self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
-        """Return the plan of the next batch's step, and the state of the data after it; None after the last batch."""
+        """Plan the call of the next batch, after the calls `before` of its step; return plan and data state, None at the end."""
         if (found := next(batches, None)) is None:
             return None
         (samples, state), is_last = found
@@ -590,7 +590,7 @@ def _with_states(batches: Iterable[Sequence[Sample]]) -> Iterator[_Batch]:
 
 
 def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
-    """Yield batches, each with true if it is the last; so each is read one batch early."""
+    """Yield (batch, true if it is the last); to find the last one, the batch after each is read first."""
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
@@ -607,6 +607,6 @@ def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | Non
 
 
 def _close(engine: weakref.ref[Engine], process: int) -> None:
-    """End the workers of an engine at exit. A forked child leaves them running."""
+    """End the workers of an engine at exit, unless this is a forked child of the process (id `process`) that made the engine."""
     if (alive := engine()) is not None and os.getpid() == process:
         alive.close()

@@ -1,4 +1,4 @@
-"""`probe_runtime`: cost of a step besides its layers, from pipelines of two local processes with next to no computation."""
+"""`probe_runtime`: measured cost of a step beyond its layers. It runs a two-process pipeline that computes next to nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NUM_MICROBATCHES = 8
 _NUM_STEPS = 15
 _WARM_UP = 4
 _SMALL = 64
-"""Number of elements of a message whose time is its latency."""
+"""Number of float32 elements of a message so small that its transfer time is the latency alone."""
 _LARGE = 2**18
-"""Number of elements of a message of 1 MiB, about the size of messages between stages."""
+"""Number of float32 elements of a message of 1 MiB, about the size of messages between stages."""
 _NUM_TENSORS = 8
 
 _SCALE = """
@@ -65,7 +65,7 @@ class _ProbeSource:
         return self._parameters
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
-        """Return a microbatch with the probe's programs and the batch's tensors."""
+        """Return a microbatch of the probe's two stage programs, with tensor "x" of the batch as its input."""
         values = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         return PreparedMicrobatch(
             programs=self._programs, sizes={}, values={"x": values["x"]}, link_shapes={"y": (self._num_elements,)}
@@ -93,7 +93,7 @@ _LOSS = Port(name="loss_sum", kind="link", shape=(), dtype="float32")
 
 
 def probe_runtime(*, num_steps: int = _NUM_STEPS, device: str | None = "cpu") -> RuntimeCosts:
-    """Measure the runtime with two processes of this machine.
+    """Measure what actions, messages and optimizer cost beyond the layers' computation, with two processes of this machine.
 
     Args:
         num_steps: number of steps of each measurement.
@@ -178,7 +178,7 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Return the seconds from send to receipt of each message whose receiver waited, matched by direction and microbatch."""
+    """Return the seconds from the start of a send to the end of its receive, for each message that its receiver waited for."""
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):
@@ -191,14 +191,14 @@ def _travels(events: Sequence[Event]) -> list[float]:
 
 
 def _optimizer_costs(device: torch.device) -> tuple[float, float]:
-    """Return the default optimizer's seconds per byte, and per tensor, of parameters."""
+    """Return the default optimizer's seconds per byte of parameters, and its further seconds per parameter tensor."""
     small, large = (_optimizer_s(size, device) for size in (_SMALL, _LARGE))
     per_byte = (large - small) / ((_LARGE - _SMALL) * torch.float32.itemsize)
     return max(0.0, per_byte), max(0.0, small - _SMALL * torch.float32.itemsize * per_byte)
 
 
 def _optimizer_s(num_elements: int, device: torch.device) -> float:
-    """Return the median seconds of the default optimizer's step, divided by its number of tensors of `num_elements` elements."""
+    """Return the median seconds per tensor of the default optimizer's step on float32 tensors of `num_elements` elements."""
     parameters = [nn.Parameter(torch.ones(num_elements, device=device)) for _ in range(_NUM_TENSORS)]
     optimizer, timer, seconds = DEFAULT_OPTIMIZER(parameters), Timer(device), []
     for _ in range(_WARM_UP + _NUM_STEPS):
@@ -209,7 +209,7 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
 
 
 def _empty_step_s(costs: RuntimeCosts) -> float:
-    """Return the predicted seconds of a step of the probe with small messages, without the fixed cost `step_s`."""
+    """Return the simulated seconds of the probe's step with small messages and layers that take no time, plus `costs.step_s`."""
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
     message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)

@@ -26,7 +26,7 @@ class UserModel:
 
     module: nn.Module | None
     source: ProgramSource
-    """Source of stage programs. It also holds the parameters of the model, where no module was given too."""
+    """Source of stage programs; if the user gave no module, also of the model's parameters."""
 
     def complete(self, weights: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the tensors of all names of the model, on the CPU: trained weights, and unchanged tensors from the model itself.
@@ -39,7 +39,7 @@ class UserModel:
         return {name: weights.get(aliases.get(name, name), tensor).detach().cpu() for name, tensor in kept.items()}
 
     def trainable(self, complete: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters that train, each under one name, including those that no rank holds yet."""
+        """Return the tensors in `complete` of all parameters that train; a tied one is under its first name only."""
         tied = self.tied()
         parameters = self.source.parameters()
         return {name: complete[name] for name, t in parameters.items() if t.requires_grad and name not in tied}
@@ -62,7 +62,7 @@ class UserModel:
         return {name: first[id(tensor)] for name, tensor in parameters.items() if first[id(tensor)] != name}
 
     def masters_for(self, optimizer: OptimizerSpec, given: bool | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the initial float32 masters by name, from the user's `master_weights`.
+        """Return the initial float32 masters by name, from `given`, the user's argument `master_weights`.
 
         Raises:
             ConfigError: parameter groups or masters refer to parameters that do not exist.

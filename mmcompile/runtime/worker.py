@@ -181,7 +181,7 @@ class Worker:
         self._patterns[command.pattern, command.tower] = loaded
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) of this rank, and drop gradients."""
+        """Overwrite weights (`value/<name>`) and optimizer state (`state/exp_avg/<name>`) of this rank, and drop gradients."""
         self._gradients.settle()
         self._gradients.drop()
         optimizer = self.state.optimizer
@@ -193,10 +193,10 @@ class Worker:
         optimizer.load_state(wire.under("state/", tensors))
 
     def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
-        """Return this rank's job in a save.
+        """Return the job that writes this rank's part of a checkpoint.
 
         Args:
-            more: function that returns pieces of parameters that no rank holds, which rank 0 writes. Raises CheckpointError.
+            more: on rank 0, returns the pieces of parameters that no rank holds; it may raise CheckpointError.
         """
         self._gradients.settle()
         return self.checkpoints.part(command, more)
@@ -264,7 +264,7 @@ class Worker:
         self._gradients.drop()
 
     def _keep(self, programs: Sequence[StageProgram], values: Mapping[str, Tensor]) -> None:
-        """Add the parameters and buffers of programs that this rank lacks to its state."""
+        """Copy the parameters and buffers that `programs` read and this rank lacks from `values` (by name) to its device."""
         parameters, buffers = self.state.parameters, self.state.buffers
         for program in programs:
             for spec in program.parameters:
@@ -334,7 +334,7 @@ class Worker:
 
 
 def _only_group(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the process group shared by all stages of a rank that have one; () if none has."""
+    """Return the one tuple of ranks that is not empty in `found`, which has each stage's process group; () if all are empty."""
     groups = {ranks for ranks in found if ranks}
     assert len(groups) <= 1, f"a rank shares stages in several groups: {sorted(groups)}"
     return groups.pop() if groups else ()

@@ -54,7 +54,7 @@ class Holding:
         return whole if self.shard is None else self.shard.local_shape(whole)
 
     def boxes(self, whole: tuple[int, ...]) -> tuple[TensorBox, ...]:
-        """Return the boxes that make up the part, one for each block of the shard, from the shape of the whole."""
+        """Return the boxes of the whole (of shape `whole`) that make up the part; one for each block that the ranks divide."""
         zeros = (0,) * len(whole)
         if self.shard is None:
             return (TensorBox(offsets=zeros, inside=zeros, sizes=whole),)
@@ -90,12 +90,12 @@ def whole_piece(key: str, tensor: Tensor) -> CheckpointPiece:
 
 
 def weight_piece(holding: Holding, tensor: Tensor) -> CheckpointPiece:
-    """Return the piece of a parameter, or of the part that a rank holds."""
+    """Return the checkpoint piece of a weight: of the whole parameter, or of the part that a rank holds (`tensor`)."""
     return _piece(weight_key(holding.whole), holding, tensor)
 
 
 def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...]) -> CheckpointPiece | None:
-    """Return the piece of a tensor of optimizer state; None where another rank writes it.
+    """Return the piece of a tensor of optimizer state; None for a single number (a step count) that the rank of part 0 writes.
 
     Args:
         part: shape of the parameter on this rank.

@@ -25,7 +25,7 @@ from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
 
 @dataclass(kw_only=True, slots=True)
 class RankCheckpoints:
-    """Saves the tensors of one rank to checkpoints, and loads them: on a save thread, or into memory until `take`."""
+    """Saves one rank's tensors to checkpoints, on a thread of its own; loads them into memory, from which `take` removes them."""
 
     state: RankState
     """Parameters and optimizer of the rank."""
@@ -43,10 +43,10 @@ class RankCheckpoints:
     """Tensors read from a checkpoint by path, until `take`."""
 
     def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
-        """Return this rank's job in a save.
+        """Return the job that writes this rank's part of a checkpoint.
 
         Args:
-            more: function that returns pieces of parameters that no rank holds, which rank 0 writes. Raises CheckpointError.
+            more: on rank 0, returns the pieces of parameters that no rank holds; it may raise CheckpointError.
         """
         try:
             pieces, refused = [*self._pieces(command.names.get(self.groups.rank, ())), *more()], ""
@@ -67,7 +67,7 @@ class RankCheckpoints:
         )
 
     def begin(self, step: int, write: Callable[[Saving], None]) -> Saving:
-        """Start a thread that runs `write`, which writes this rank's part of a save; return the save."""
+        """Start a thread that runs `write`, which writes this rank's part of a save after `step` updates; return the save."""
         self.saving = Saving(step, write, self.check)
         return self.saving
 
@@ -157,7 +157,7 @@ def _copied(piece: CheckpointPiece) -> CheckpointPiece:
 
 
 def balanced(holders: Mapping[str, Collection[int]], num_bytes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
-    """Return the names that each rank writes: each name once, by a rank that holds it, balanced by bytes."""
+    """Return the parameter names that each rank writes, by rank. One of a name's `holders` writes it, balanced by bytes."""
     writers = assign_updaters(holders, num_bytes, {})
     return {
         rank: tuple(name for name, writer in writers.items() if writer == rank)

@@ -100,7 +100,7 @@ class SaveCheckpoint:
     step: int
     """Number of updates so far."""
     copies: bool
-    """Write copies made now, since training continues meanwhile."""
+    """True to write copies of tensors, made at once, since training changes the tensors meanwhile."""
     names: dict[int, tuple[str, ...]]
     """Parameters that each rank writes, with their optimizer state, by rank."""
 
@@ -115,7 +115,7 @@ class PartJob:
     step: int
     pieces: Sequence[CheckpointPiece]
     refused: str = ""
-    """Error because of which this rank writes no pieces; "" if it writes."""
+    """Error met while collecting the pieces, reported to rank 0 instead of writing; "" if there is none."""
     store: dist.Store
     """Section of the store for this save, used by this thread only."""
 
@@ -178,7 +178,7 @@ class WholeJob:
     part: PartJob
     num_ranks: int
     restored: Restored
-    """Optimizer state still in a loaded checkpoint, which the new one gets too; it is read from there once that is complete."""
+    """Optimizer state that no rank has read from the loaded checkpoint yet. It is copied to the new one, to be read there."""
 
     def run(self, saving: Saving) -> None:
         """Write rank 0's part, then join the parts of all ranks and report the outcome. Raises CheckpointError."""

@@ -239,7 +239,7 @@ def _port(end: socket.socket) -> int:
 
 
 def _connect_all(listener: socket.socket, num_ranks: int) -> None:
-    """Connect to gloo's listener as every rank it may wait for, and disconnect.
+    """Connect to gloo's listener as every rank it may wait for, and disconnect, which ends these waits.
 
     The first number sent on a new connection is the index of its peer, counted from 0 in order of ranks.
     """

@@ -312,7 +312,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: t
 
 
 def _listener(local: bool) -> Any:
-    """Return the gloo device (network interface or address) that listens and connects."""
+    """Return the gloo device (interface or address) to listen at and connect from; loopback if all ranks are `local`."""
     found = ("hostname", "127.0.0.1") if local else listen_at(os.environ)
     if found is None:
         return dist.ProcessGroupGloo.create_default_device()

@@ -89,7 +89,7 @@ class Coordinator:
         return ended.success
 
     def _linger(self) -> None:
-        """Set until when to serve agents after the end of training, so that nodes that reconnect learn of the end."""
+        """Continue to serve agents for `resume_s` after the end of training, so that nodes that reconnect learn of the end."""
         self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:

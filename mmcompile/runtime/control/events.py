@@ -65,7 +65,7 @@ _PHASES = (EventKind.ACTIVE, EventKind.RENDEZVOUS, EventKind.PREPARED, EventKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEvent:
-    """One event of the event log. `EventLog` fills in both times."""
+    """One event of the event log. `EventLog` sets `monotonic_s` and `wall_s` when it writes the event."""
 
     kind: EventKind
     generation: int

@@ -71,7 +71,7 @@ class Generations:
         return self.history.generation
 
     def start(self) -> list[Effect]:
-        """Return the effects of starting from the history; the first input."""
+        """Return the effects of a coordinator that starts from the log's history; called once, before all other methods."""
         active = self.history.active
         if self.history.ended is not None:
             self.phase = Phase.ENDED

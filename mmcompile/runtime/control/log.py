@@ -117,7 +117,7 @@ _KINDS: dict[str, type[Record | History]] = {
     "ended": Ended,
     "history": History,
 }
-"""Contents of a line by the key that the line's JSON object has. A compacted log begins with `history`."""
+"""Class of a log line's content, by the only key of the line's JSON object. A compacted log begins with `history`."""
 _KEYS = {kind: key for key, kind in _KINDS.items()}
 
 

@@ -187,9 +187,9 @@ class Generation:
     joined: tuple[str, ...]
     """Member nodes that hold no state; they include a worker's own node if its state is outdated."""
     active: int
-    """Last generation that became active, 0 if none did. Its members hold the state of step `committed`.
+    """Last generation that became active, 0 if none did: its members hold the state of step `committed`.
 
-    A worker may have left it while it waited in `ready`: then the state it had copied counts, not its earlier one.
+    A worker that left while it waited in `MembershipClient.ready` counts as a member, with the state it had copied for it.
     """
     committed: int
     """Number of the last committed step; the next one is `committed + 1`."""

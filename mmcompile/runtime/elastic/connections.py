@@ -205,7 +205,7 @@ class Connection:
 
 
 class _StoreClient:
-    """Keeps a connection to the store from generation to generation. A cut shuts it down only while ranks connect."""
+    """Keeps a connection to the store over generations. `cut` shuts it down, to end waits while ranks connect to each other."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -214,7 +214,7 @@ class _StoreClient:
         self._fence: Fence | None = None
 
     def client(self, address: str, is_cut: Callable[[], bool]) -> dist.TCPStore:
-        """Return the store at `address` (host:port), on the kept connection or a new one."""
+        """Return the store at `address` (host:port). A new connection is shut down if `is_cut()`: the generation has ended."""
         if not self._is_usable(address):
             self._client, self._address = None, address
             self._fence = Fence(of_store(int(address.rsplit(":", 1)[1])))

@@ -210,7 +210,7 @@ class _GenerationRun:
             raise VerifyError(str(error)) from error
 
     def _settle(self) -> None:
-        """Drop layers that moved to other workers and store keys of earlier generations, after the first commit."""
+        """After the first commit, drop layers that moved to other workers, and delete earlier generations' keys in the store."""
         self._store.keep(self._layers)
         self._owners = saving.owners(self._layout, former=False)
         if self._generation.rank == 0:

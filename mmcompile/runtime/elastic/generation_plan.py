@@ -57,7 +57,7 @@ class GenerationPlan(_JsonText):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord(_JsonText):
-    """Data position and metrics of a step, committed as its cursor, for the next rank 0 and for observers."""
+    """Data position and metrics of a step, as JSON the `cursor` of its commit. The next rank 0 and observers read it."""
 
     data: str
     """Data cursor after this step (`mmcompile.data.batches.Batches.cursor`)."""

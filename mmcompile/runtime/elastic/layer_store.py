@@ -161,7 +161,7 @@ class LayerStore:
         self._drop(self.state.parameters.keys())
 
     def digest(self, layer: LayerId) -> str:
-        """Return a digest of a layer's parameters and optimizer state, equal for replicas with equal bits. Raises VerifyError."""
+        """Return a digest of the bits of a layer's parameters and optimizer state. Raises VerifyError if it is not held."""
         return digest_of(self.bundle(layer))
 
     def _trainable(self, layer: LayerId) -> dict[str, ParameterSpec]:

@@ -55,7 +55,7 @@ class Programs:
         return {alias: spec.name for _, program in self._all() for spec in program.parameters for alias in spec.aliases}
 
     def holders(self, stages: Sequence[PlacedStage]) -> dict[str, tuple[int, ...]]:
-        """Return the indices of the placed stages that hold each trainable parameter, by name."""
+        """Return which stages hold each trainable parameter, by name: indices in `stages`."""
         names: dict[str, set[str]] = {}
         for stage, program in self._all():
             names.setdefault(stage, set()).update(spec.name for spec in program.parameters if spec.trainable)
@@ -110,7 +110,7 @@ def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms
 def _with_constants(
     pattern: PatternPrograms, constants: Mapping[tuple[str, str], Mapping[str, Tensor]]
 ) -> PatternPrograms:
-    """Return a pattern with the constants of (pattern, stage) in place of its own."""
+    """Return a pattern with the constants of its programs replaced by those in `constants`, by (pattern, stage)."""
     return replace(
         pattern,
         programs={

@@ -79,7 +79,7 @@ class _Values:
         """Values sent between stages that are not random (integers, masks), by name."""
 
     def sizes(self, program: StageProgram) -> tuple[object, ...]:
-        """Return the sizes of all inputs of a program, in order: shapes of tensors, values of sizes."""
+        """Return, for each input of a program in order, its shape if it is a tensor, or its value if it is an integer size."""
         return tuple(
             self._microbatch.sizes[port.name] if port.kind == "size" else self._shape(port) for port in program.inputs
         )
@@ -118,7 +118,7 @@ class _Values:
         return self._known[port.name].detach()
 
     def _make(self, program: StageProgram) -> None:
-        """Run a program to compute the values it sends that are not floating-point."""
+        """Run a program for its integer and boolean results: other layers read them, and random indices would be invalid."""
         with torch.no_grad():
             results = load_stage(*self.held(program), self.device)(*self.inputs(program, gradient=False))
         for port, value in zip(program.outputs, results, strict=True):

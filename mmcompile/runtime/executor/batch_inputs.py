@@ -54,8 +54,8 @@ class PackedInputs:
 class BatchInputs:
     """Batch inputs of one rank: rank 0 packs and sends them in microbatch order; other ranks receive a few messages ahead.
 
-    Microbatches are ordered by slot, nearly the order in which a rank needs them. Inputs that arrive before they are needed are
-    kept in this object.
+    Microbatches are ordered by slot (place in the schedule), nearly the order in which a rank needs them. Inputs that arrive
+    before they are needed are kept in this object.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class ReceivedValue:
 
     @classmethod
     def of(cls, slot: InputSlot, value: Tensor) -> ReceivedValue:
-        """Return the description of `value`, without its memory."""
+        """Return an object with slot, shape, dtype and device of `value`, but no reference to its memory."""
         return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
 
     def enter(self, value: Tensor) -> Tensor:

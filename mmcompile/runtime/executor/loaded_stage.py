@@ -1,8 +1,8 @@
 """`LoadedStage`: a stage program on this rank, its ports resolved to placed stages when it is loaded.
 
-Ports give stages the names of their programs. A peer in the same balance group is the placed stage with that name in the same
-replica. The replica and the microbatch of a peer in another balance group differ by step: the row exchanges of the step plan
-name them.
+A port names its peer stages as their programs do, without replica or shard. A peer in the same balance group is the placed stage
+with that name in the same replica. The replica and the microbatch of a peer in another balance group differ by step: the row
+exchanges of the step plan name them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class LoadedStage:
     """
 
     index: int
-    """Index of the placed stage in the layout."""
+    """Index of the stage in the placement, which lists every replica and shard of a stage."""
     key: int
     """Key of the stage's random numbers: the position of its program among all stage programs. Replicas and tensor-parallel
     shards have the same key, since they compute the same values.
     """
     name: str
-    """Name of the stage in stage programs."""
+    """Name of the stage in stage programs, without replica or shard."""
     run: StageModule
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
@@ -92,7 +92,7 @@ class LoadedStage:
         """Build the module of a program on parameters and buffers by original name.
 
         Args:
-            stages: all placed stages.
+            stages: all placed stages; each replica and shard of a stage is one.
             placed: index of the stage that is to run the program; the program may belong to several replicas.
             compiled: run compiled code, made at the first call and shared by all stages that differ in names only.
 
@@ -127,7 +127,7 @@ class LoadedStage:
 
 
 Stages = Mapping[int, LoadedStage]
-"""Stages by which this rank runs a microbatch, by index of the placed stage."""
+"""Stages by which this rank runs a microbatch, by index in the placement (`LoadedStage.index`)."""
 
 
 def _position(program: StageProgram, name: str) -> int | None:
@@ -141,7 +141,7 @@ def _key(stages: Sequence[PlacedStage], placed: int) -> int:
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:
-    """Return the indices of the placed stages in the same balance group and replica, by name in programs.
+    """Return the placed stages of stage `placed`'s balance group and replica: indices in `stages`, by name in programs.
 
     Raises VerifyError if a peer of the program is not placed, in any balance group.
     """

@@ -45,13 +45,13 @@ _Value = str | int
 class P2P:
     """Sends and receives a rank's tensors in a step; posts receives ahead, and passes tensors between its stages by reference.
 
-    **Why waiting for sends cannot deadlock.** A tensor is kept until it has arrived, so a send first waits for the sends before
-    it that are received `window` or more slots earlier than its own slot. The receiver reaches that receive without this rank:
-    keys of a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait
-    for, and two forwards, or two backwards, `window` slots apart have keys in the order of their slots for any stages, if
-    `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number. So of
-    all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags need no
-    more room: what counts is the slot in which the other side receives, for a deferred sample that of the language model.
+    **Why waiting for sends cannot deadlock.** A slot is a microbatch's place in the schedule. To bound memory, a send first
+    waits for earlier sends whose receiver takes them `window` or more slots before the send's own slot. `window` is 1 + the
+    greatest depth of a stage, so it exceeds the number of stage boundaries on any path to the loss. The schedule gives every
+    action a key (`mmcompile.planner.schedule.order`), which is larger than the keys of all actions that it waits for. Two
+    forwards, or two backwards, that are `window` slots apart have keys in the order of their slots, on any stages. So a send
+    waits only for receives of smaller keys: of all waiting ranks, the one with the smallest key has nothing left to wait for.
+    Deferral needs no larger window, since the slot that counts is that of the receiver.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class P2P:
         """Prepare the messages of a step.
 
         Args:
-            stages: all placed stages.
+            stages: all placed stages; each replica and shard of a stage is one.
             loaded: per microbatch of the step, the stages by which this rank runs it; empty for a microbatch that others run.
             actions: this rank's part of the schedule.
             values: on rank 0, per microbatch the batch inputs by name; () on other ranks.
@@ -277,7 +277,7 @@ class P2P:
         check_samples(got, exchange, where)
 
     def _ends(self, action: Action) -> tuple[int, int]:
-        """Return the indices of the action's microbatch at its stage and at its peer."""
+        """Return the step plan's indices of the microbatches between which an action moves tensors: at its stage, at its peer."""
         return self.microbatch(action.stage, action.microbatch), self.microbatch(_peer(action), action.other)
 
     def _edge(self, action: Action) -> Edge:
@@ -287,7 +287,7 @@ class P2P:
         return Edge(there, _peer(action), here, action.stage)
 
     def _slot(self, action: Action, microbatch: int) -> int:
-        """Return the slot in which the microbatch runs its forward (SEND_F) or backward (SEND_B)."""
+        """Return the place in the schedule (slot) of the microbatch's forward (SEND_F) or backward (SEND_B)."""
         plan = self._plan.microbatches[microbatch]
         return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
 
@@ -318,7 +318,7 @@ class _Receive:
     item: _Item
     tensor: Tensor
     ids: tuple[Work, Tensor] | None
-    """The message before it with the samples of its rows (int64 [rows]); None if rows are not checked."""
+    """Preceding message and its buffer, with the sample number of each row (int64 [rows]); None if rows are not checked."""
 
 
 def _moved(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:

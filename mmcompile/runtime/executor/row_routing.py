@@ -22,7 +22,7 @@ from mmcompile.runtime.comm.groups import FIRST_GRADIENT_TAG
 from mmcompile.runtime.executor.loaded_stage import Stages
 
 IDS = 1
-"""Added to the tag of a message with rows, gives the tag of the message with the samples of those rows."""
+"""Offset from the tag of a message with rows to the tag of the message with their sample numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _check_exchange(exchange: RowExchange, source: Mapping[str, ValueShape], tar
 
 
 def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Tensor | None:
-    """Return the rows without a copy if they are every row of the value, in order; else None."""
+    """Return the rows without a copy if they are the whole value, in order; else None. `into`: their row ranges in the value."""
     runs = _runs(rows.ranges, into)
     if len(runs) != 1 or runs[0][2] != shape.shape[0]:
         return None
@@ -281,7 +281,7 @@ def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Ten
 
 
 def _runs(there: Sequence[Range], here: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return (first row in `there`, first row in `here`, number of rows) of each pair of ranges; adjoining pairs are merged."""
+    """Return the rows to copy as (first row in `there`, first row in `here`, number of rows); adjoining ranges are merged."""
     runs: list[tuple[int, int, int]] = []
     for (first, last), (into, _) in zip(there, here, strict=True):
         if first == last:

@@ -29,7 +29,7 @@ class OwnTotals:
     """One rank's losses, tokens, seconds and squared norms in a step, which `add_up` adds to those of all ranks."""
 
     losses: Tensor
-    """float64 [microbatches, shards], on the CPU: weighted losses that this rank computed; 0 for losses of other ranks."""
+    """float64 [microbatches, 1], on the CPU: weighted loss of each microbatch; 0 where another rank computes it."""
     num_tokens: int = 0
     """Number of valid tokens that this rank's loss stages counted."""
     seconds: Tensor

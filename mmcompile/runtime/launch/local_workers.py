@@ -153,13 +153,13 @@ class Workers:
         self._over.set()
 
     def _cause(self, dead: set[int]) -> Failure:
-        """Return the failure that caused those of the ranks in `dead`: if possible, not one that only lost its peer."""
+        """Return the failure that caused the end of the ranks in `dead`: of a rank that did not merely lose its peer, if any."""
         codes = self._codes(dead)
         failures = [self._failure(rank, codes.get(rank)) for rank in sorted(dead)]
         return min(failures, key=lambda failure: failure.peer_lost)
 
     def _codes(self, dead: set[int]) -> dict[int, int]:
-        """Return exit codes by rank, of `dead` and maybe more ranks; a rank whose parent was killed is absent."""
+        """Return exit codes by rank, once those of `dead` are reported; some are absent if the forking process was killed."""
         codes: dict[int, int] = {}
         self._exits.settimeout(_STOP_S)
         with self._exits.makefile("rb") as lines, contextlib.suppress(OSError):
@@ -189,9 +189,9 @@ def _start(orders: WorkerOrders) -> subprocess.Popen[bytes]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a worker: this process's, with one compute thread, and with this package importable.
+    """Return the environment of a worker: this process's, with one compute thread.
 
-    The option `-P` would leave out the current folder.
+    PYTHONPATH gets this package's folder, which may be importable here from the current folder only; workers run with `-P`.
     """
     home = str(Path(__file__).parents[3])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -35,7 +35,7 @@ class FaultAction(StrEnum):
     SLEEP = "sleep"
     """Sleep for `seconds` (by default five)."""
     HOLD = "hold"
-    """Block while the marker file exists."""
+    """Block while the file `Strike.marker` exists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

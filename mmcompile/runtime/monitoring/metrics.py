@@ -10,7 +10,7 @@ class StepTotals:
     """Totals of a step over all ranks. Loss, tokens and norm do not depend on which rank computed which microbatch."""
 
     loss: float
-    """Sum of the weighted losses of all microbatches; the mean times the plan's `total_weight`."""
+    """Sum of the weighted losses of all microbatches; divided by the step plan's `total_weight`, it is the mean loss."""
     num_tokens: int
     """Number of valid tokens that loss stages counted."""
     squared_norm: float | None

@@ -21,18 +21,18 @@ class Status:
 
     step: int
     stage: int
-    """Index of the placed stage; -1 between actions."""
+    """Index of the stage in the placement, which lists every replica and shard of a stage; -1 between actions."""
     kind: int
     """Position of the action's kind in `ActionKind`."""
     microbatch: int
-    """Number of the microbatch, as in the action list."""
+    """Number of the microbatch within its balance group and replica, as in the rank's action list."""
 
 
 class StatusBoard:
     """Shared memory where each rank writes its current action before it begins. A write takes less than a microsecond."""
 
     def __init__(self, file: int, num_ranks: int) -> None:
-        """Map the board behind the file descriptor `file`."""
+        """Map the board's file into memory, given its file descriptor (from `create`)."""
         self._memory = mmap.mmap(file, num_ranks * _SLOT_BYTES)
 
     @staticmethod
@@ -53,7 +53,7 @@ class StatusBoard:
             os.close(file)
 
     def write(self, rank: int, step: int, stage: int, kind: int, microbatch: int) -> None:
-        """Write the action that a rank begins (placed stage, kind, microbatch) to the rank's slot."""
+        """Write the action that a rank begins (fields as in `Status`) to the rank's slot of the board."""
         _SLOT.pack_into(self._memory, rank * _SLOT_BYTES, step, stage, kind, microbatch)
 
     def read(self, rank: int) -> Status:

@@ -69,7 +69,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a new sum (tensor [elements, *width]) of several sums, added in the order given."""
+        """Return a new tensor: the partial sums of one gradient added in the order given, all of shape [elements, *width]."""
 
     @abstractmethod
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,7 +78,7 @@ class Arithmetic(ABC):
 
 @final
 class _Float(Arithmetic):
-    """Sums in a float dtype.
+    """Adds gradients up in a float dtype.
 
     Args:
         wide: float64, or float32 for half-precision gradients of float32 masters. None: the parameter's dtype, as torch adds,
@@ -90,11 +90,10 @@ class _Float(Arithmetic):
         self.moves = wide is not None
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the wide dtype, or the parameter's."""
         return self._wide or parameter
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient to the wide sum; or copy the only one there is, which `.grad` accumulated over all microbatches."""
+        """Add a gradient to the sum; without `wide`, copy it: torch has accumulated all microbatches in `.grad` already."""
         if self.moves:
             total += gradient
         else:
@@ -105,7 +104,6 @@ class _Float(Arithmetic):
         return _sum(parts, torch.promote_types(parts[0].dtype, torch.float32))
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum rounded to the parameter's dtype."""
         return total.to(dtype)
 
 
@@ -123,7 +121,7 @@ class Fixed(Arithmetic):
         return torch.int64
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient, scaled to two whole numbers an element."""
+        """Convert each element to two whole numbers (high, low), and add these to the sum in place."""
         for into, piece in zip(_pieces(total), _pieces(gradient), strict=True):
             # A power of two scales without rounding, and the difference to the nearest whole number is exact, too.
             rest = piece.to(torch.float64, copy=True).mul_(2.0**_HIGH_BITS)
@@ -133,7 +131,7 @@ class Fixed(Arithmetic):
             into[:, 1] += rest.to(torch.int64)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of several int64 sums, which is exact."""
+        """Return the exact sum of several partial sums (int64 [elements, 2])."""
         return _sum(parts, torch.int64)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:

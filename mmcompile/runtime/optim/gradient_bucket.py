@@ -22,7 +22,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerSet:
-    """Parameters held by the same ranks: by replicas or shards of a stage, stages with tied parameters, or all of them."""
+    """Parameters held by the same ranks, which run replicas or shards of a stage, or several stages with tied parameters."""
 
     names: tuple[str, ...]
     owners: tuple[int, ...]
@@ -95,7 +95,7 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Put a parameter's sum of earlier backwards ([elements, *width]) into the buffer, to add later gradients to."""
+        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer. Later ones add to it."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)
@@ -236,7 +236,7 @@ def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int)
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Return the slices of gradients of these sizes in a flat buffer, and the buffer's length in elements."""
+    """Return a slice of a flat buffer for each gradient, aligned, and the buffer's length. All are in elements."""
     places: list[slice] = []
     end = 0
     for size in sizes:

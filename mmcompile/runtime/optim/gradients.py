@@ -84,7 +84,7 @@ class CarriedSums:
         return self._num_terms[name]
 
     def take(self, name: str) -> Tensor | None:
-        """Remove and return a parameter's sum (`Arithmetic`: [elements, *width]); None if it has no sum except in `.grad`."""
+        """Remove and return a parameter's sum, in the reduction's number format; None if it has none, or only in `.grad`."""
         return self._sums.pop(name, None)
 
 
@@ -180,7 +180,7 @@ class GradientSums:
 
         Returns:
             The largest gradient on this rank of each parameter that has one the reduction cannot add (infinite, NaN, or too
-            large). The sums of these parameters are invalid, on any rank.
+            large). The sums of these parameters are invalid on every rank.
         """
         assert not any(self._left.values()), f"backwards are missing: {self._left}"
         for bucket in self._open:

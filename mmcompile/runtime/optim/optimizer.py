@@ -161,7 +161,7 @@ class RankOptimizer:
             group.update(_tuples(own), params=parameters)
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the state tensors of parameters as `<key>/<parameter>`, and masters as `master/<parameter>`.
+        """Return the optimizer state of parameters by `<key>/<parameter>` (key: `exp_avg`), and masters by `master/<parameter>`.
 
         A parameter that was never updated has no state but its master.
 
@@ -184,7 +184,7 @@ class RankOptimizer:
         return found
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Set the state that `state` returned, for parameters already added."""
+        """Overwrite the optimizer state and masters of parameters that were added; `state` has them by `<key>/<parameter>`."""
         for path, value in state.items():
             key, name = path.split("/", 1)
             if key == MASTER:

@@ -53,7 +53,7 @@ class RankGradients:
         """Names of all trainable parameters of the model so far, sorted."""
 
     def hold(self, holders: Mapping[str, tuple[int, ...]], updaters: Mapping[str, int]) -> None:
-        """Set the indices of the placed stages that hold each trainable parameter, and the updaters, as in `Install`."""
+        """Set which placed stages hold each trainable parameter, and which rank updates it: fields of `Install`."""
         self._held = {}
         self._updaters = updaters
         self.names = tuple(sorted(holders))
@@ -70,10 +70,10 @@ class RankGradients:
         return self._updaters.get(name, self._groups.rank) == self._groups.rank
 
     def begin(self, ran: Iterable[int], backwards: Mapping[str, int], *, update: bool) -> GradientSums | CarriedSums:
-        """Return the object that collects the gradients of a call.
+        """Return the collector of a call's gradients: it sums them over ranks if `update`, else keeps them for later calls.
 
         Args:
-            ran: indices of the placed stages that run a backward in the call, on any rank.
+            ran: indices in the placement of the stages (per replica and shard) that run a backward in the call, on any rank.
             backwards: number of this rank's backwards that touch a parameter, by name.
         """
         self._ran |= set(ran)
@@ -97,7 +97,7 @@ class RankGradients:
             _scale(self._state.optimizer.updated.values(), 1 / self._carried_weight)
 
     def squared_norms(self) -> dict[str, float]:
-        """Return the sum of squares of each gradient that this rank counts in the global norm, by name.
+        """Return the sum of squares of each gradient that this rank (one rank a parameter) adds to the global norm, by name.
 
         Norms are computed in the precision of the gradient and squared in float64.
         """

@@ -57,7 +57,7 @@ class NewValues:
     Args:
         parameters: trainable parameters of this rank, by original name.
         shared: owner sets of the updated parameters, the same on all ranks.
-        bucket_bytes: as for `GradientSums`. Messages have the second tag of its buckets, which is free where there is an updater.
+        bucket_bytes: as for `GradientSums`. Messages use the tag of a bucket's phase 2, which updated buckets do not have.
     """
 
     def __init__(
