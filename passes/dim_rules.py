@@ -1,4 +1,4 @@
-"""Effect of ops on one dim of their first argument, as far as it is the same for every dim that a pass follows.
+"""Effect of ops on one dim of their first argument, where it is the same for any kind of dim.
 
 The passes context-parallel (dims of tokens) and tensor-parallel (sharded dims) follow dims by these rules.
 """
@@ -24,7 +24,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def dims(node: fx.Node) -> tuple[int, ...]:
-    """Return the dims of its first argument that an op works over; all dims if its arguments name none."""
+    """Return the dims that an op's argument `dim` or `dims` gives, from 0 up; all dims of its first input if it gives none."""
     rank, values = len(shape(node.all_input_nodes[0])), given(node)
     found = values.get("dim", values.get("dims"))
     if found is None or found == []:

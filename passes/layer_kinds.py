@@ -18,7 +18,7 @@ _ATTENTION = ("scaled_dot_product_attention", "packed_attention", "bitfield_atte
 def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     """Return component -> kind of each of its layers in order, for example `language_model.layers-3fa2b1c4`.
 
-    Layers of equal text have the same operations on parameters of the same shapes, the same parameters training, the
+    Layers of one kind have the same operations on parameters of the same shapes, the same parameters training, the
     same values carrying gradient, and masks and sequence lengths computed the same way (windowed and full attention
     differ). Sizes of data (tokens, samples, images) are left out, so captures of one model on other batches give the
     same kinds.
@@ -89,7 +89,7 @@ def _attention(node: fx.Node) -> Iterable[str]:
 
 
 def _near(source: fx.Node) -> set[str]:
-    """Return the names of operations up to a few steps before a shared value; more steps would depend on the number of images."""
+    """Return the names of operations a few steps before a shared value; more steps would vary with the number of images."""
     names: set[str] = set()
     level = {source}
     for _ in range(_NEAR):

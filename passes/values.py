@@ -126,7 +126,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
-    """Return whether torch tags the op of a node so, for example as `torch.Tag.pointwise`."""
+    """Return whether the op of a node has the tag `tag` of torch, such as `torch.Tag.pointwise`."""
     return tag in getattr(node.target, "tags", ())
 
 

@@ -84,7 +84,7 @@ def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
 
 
 def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Return the nodes that a stage computes, the values it receives, and the placeholders and tensors it reads."""
+    """Return (nodes that a stage computes, values that it receives, placeholders and tensors that it reads)."""
     own = {node for node, name in owner.items() if name == stage}
     received: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
@@ -106,7 +106,7 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 def _shared_readers(
     calls: Sequence[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return shared values at which the paths to several stages part, with all the stages that need them.
+    """Return shared value -> all stages that need it, for each value after which the stages' computations differ.
 
     For example a mask that all stages read, or a rotary table that each stage reshapes.
     """

@@ -91,7 +91,7 @@ def identifier(text: str) -> str:
 
 
 def comment(node: fx.Node, layer: str | None = None) -> str:
-    """Return the origin of a node as a comment; inside a layer function, relative to the path of its first `layer`."""
+    """Return a node's origin as a comment: the path of its module; inside a layer function, relative to the path `layer`."""
     path = info(node).module_path
     if layer:
         path = "the layer itself" if path == layer else path.removeprefix(f"{layer}.")

@@ -16,7 +16,7 @@ from mmcompile.ir.graph import dtype_name, info
 from mmcompile.ir.sizes import shape_of
 
 _WIDTH = 108
-"""Number of characters of a line inside a method."""
+"""Maximum number of characters of a generated line inside a method."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +114,11 @@ class LayerText:
 
     @property
     def _held(self) -> tuple[fx.Node, ...]:
-        """Tensors that the run reads, each one once even if several nodes refer to it."""
+        """Parameters, buffers and constants that the run reads, each one once even if several nodes refer to it."""
         return tuple({self.tensors.expression(node): node for node in reversed(self.run.tensors)}.values())[::-1]
 
     def _arguments(self, prefix: str) -> tuple[dict[str, str], list[str]]:
-        """Return stage expression -> name in the function for its tensors, and all annotated arguments."""
+        """Return (stage's expression of a tensor -> its name in the function, all arguments with annotations)."""
         taken = {*TAKEN, *map(variable, self.run.nodes), *map(variable, self.run.inputs)}
         arguments = ['device: "device"'] if self.run.needs_device else []
         own: dict[str, str] = {}

@@ -64,15 +64,14 @@ def with_stage_passes(
     Args:
         capture: capture annotated by gradient-flow; not changed.
         plan: plan that the ranks run.
-        batch: the captured batch, for a graph that will train: then ranks that share tensors are checked against whole layers
-            (`mmcompile.passes.tensor_parallel.validation.layer_check`), and a warning names the layers that were not.
+        batch: the captured batch. Given, each kind of tensor-parallel layer is checked against the whole layer
+            (`mmcompile.passes.tensor_parallel.validation.layer_check`), and `ModelGraph.rewrites` lists the kinds not checked.
         validated: kinds of layers that need no check; those that pass it are added, for later captures of the model.
         own: passes of the user.
 
     Raises:
         ConfigError: autocast has no effect, or a pass of the user requires what none before it ensures.
-        PlanError: tokens cannot be shared; or no tensor of a chain can, by as many ranks as the plan has; or no parameter by its
-            replicas.
+        PlanError: tokens, a chain's tensors, or its parameters over replicas cannot be sharded as the plan requires.
         VerifyError: ranks that share tensors compute something else than the whole layer, or a rewrite broke a rule of graphs.
     """
     found = run_on_capture(capture, passes_for(plan, capture.graph, own))

@@ -87,10 +87,10 @@ class _Family:
     example: Mapping[str, Any] | None = None
     """The first batch, with which later ones are compared."""
     varying: dict[str, set[int]] = field(default_factory=dict)
-    """Input name -> dims in which any later batch differed from it: candidates for symbolic sizes."""
+    """Input name -> dims in which any later batch differed from `example`: candidates for symbolic sizes."""
 
     def note(self, batch: Mapping[str, Any]) -> None:
-        """Record the dims in which a batch differs from the first one."""
+        """Add to `varying` the dims in which a batch differs from `example`; the first batch becomes the example."""
         if self.example is None:
             self.example = batch
         for name, dims in differing_dims(batch, self.example).items():

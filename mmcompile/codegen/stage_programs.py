@@ -65,7 +65,7 @@ def links(parts: GraphCut) -> tuple[Link, ...]:
 def _program(
     graph: ModelGraph, plan: Plan, parts: GraphCut, part: StageCut, index: int, choices: LayerChoices
 ) -> StageProgram:
-    """Return the program of tensor-parallel rank `index` of a stage, with ports between whole stages."""
+    """Return the program of tensor-parallel rank `index` of a stage; its ports lead to stages, not yet to their shards."""
     # Of a sharded parameter, the part that replica 0 of the rank holds.
     specs = {spec.name: spec for spec in graph.parameters}
     specs |= {name: specs[name].part(shard, shard.index(index)) for name, shard in graph.shards.items()}

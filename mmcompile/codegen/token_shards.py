@@ -23,7 +23,7 @@ from mmcompile.planner.plan.placement import shard_name
 
 
 def local_tokens(tokens: int, num_ranks: int) -> int:
-    """Return the rows of each rank if all have equally many, free rows included: the length of the `shard_inputs` values."""
+    """Return the number of rows, free rows included, that each of `num_ranks` ranks holds of a sequence of `tokens` tokens."""
     return padded_length(tokens, num_ranks) // num_ranks
 
 
@@ -92,7 +92,7 @@ def _take(words: Tensor, index: Tensor) -> Tensor:
 
 
 def _positions(index: Tensor, rows: int) -> Tensor:
-    """Return positions of tokens, int64 [P, L]; free rows (-1 in `index`) get position 0, and their mask word 0 hides them."""
+    """Return the positions of the tokens in `index` [L], repeated for `rows` samples: int32 [rows, L]; free rows (-1) get 0."""
     return index.clamp(min=0).to(torch.int32).expand(rows, -1).contiguous()
 
 

@@ -78,7 +78,7 @@ def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
 
 
 def _known_sizes(run: NodeRun) -> dict[str, str]:
-    """Return size as text -> expression that computes it from the arguments of the run."""
+    """Return symbolic size as text -> expression that computes it from the arguments of the run, such as `x.shape[0]`."""
     known: dict[str, str] = {}
     for node in run.inputs:
         if "size" in node.meta:

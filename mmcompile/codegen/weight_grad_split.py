@@ -52,7 +52,7 @@ class _Handed(torch.autograd.Function):
 
 
 def handed(x: Tensor, tap: Tensor) -> Tensor:
-    """Return `x`, which becomes the "gradient" of `tap` in the backward: under checkpointing, the recomputed one.
+    """Return `x`; in the backward its value becomes the gradient of `tap`. Under checkpointing this is the recomputed `x`.
 
     Args:
         x: any shape; it must carry gradient, or the backward would not reach it.

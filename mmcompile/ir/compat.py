@@ -50,7 +50,7 @@ __all__ = [
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Exceptions raised if Python or an operation needs the values of a fake tensor."""
 _CACHES = "transformers.pytorch_utils"
-"""Module whose predicate decides if a function's tensors are cached."""
+"""Module of transformers whose tracing predicate guards caches of tensors: it must return True while we trace."""
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
 
@@ -86,7 +86,7 @@ def shape_hint(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def size_expression(size: torch.SymInt) -> sympy.Expr:
-    """Return a symbolic size as an expression over size symbols, with equalities already used."""
+    """Return a symbolic size as an expression over size symbols; symbols found to be equal are one symbol."""
     return size.node.shape_env.replace(size.node._expr)
 
 

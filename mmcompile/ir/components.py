@@ -181,7 +181,7 @@ def _wrappers(branches: Sequence[_Branch]) -> set[str]:
 def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
-    """Return node -> component, and branches without those that use parameters after the merge (encoder of a text model)."""
+    """Return (node -> component, branches kept): a branch whose parameters are read after modalities merge is no encoder."""
     kept = list(branches)
     while True:
         owner = _assign(graph, sources, kept, _wrappers(kept))
@@ -243,14 +243,14 @@ def _assign(
 
 
 def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]) -> bool:
-    """Return True if a node's sources are not all those of a single branch, as where features enter the text."""
+    """Return True if no single branch has all of a node's sources, as where image features enter the text."""
     reach = sources[node]
     assert reach is not None
     return not any(reach <= branch.sources for branch in branches)
 
 
 def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:
-    """Assign all nodes after a language-model node to it: late assignments may have put one before a branch node."""
+    """Move to the language model, in `owner` (node -> component), every node that depends on a node of the language model."""
     for node in graph.nodes:
         if node in owner and any(owner.get(source) == _MAIN for source in node.all_input_nodes):
             owner[node] = _MAIN
@@ -318,7 +318,7 @@ def _split_tail(
     *,
     fixed: bool,
 ) -> None:
-    """Make a layer of all nodes after the last block that runs (final norm, head, loss)."""
+    """Make the nodes after the last block one layer: set it in `index`, node -> layer, and add it to `names` if not `fixed`."""
     blocks = _blocks(graph, owner)[component]
     has_tail = len(names) > 1 and not _is_block(names[-1])
     if not blocks or fixed and not has_tail:
@@ -343,7 +343,7 @@ def _labels(
     names: list[str],
     index: Mapping[fx.Node, int],
 ) -> list[str]:
-    """Name the layers before and after the blocks by the first module in each."""
+    """Return the layers' names, with layers before and after the blocks named by the path of the first module in each."""
     labels = list(names)
     for position, name in enumerate(names):
         if name in (INPUTS, OUTPUTS):

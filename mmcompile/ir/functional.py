@@ -26,7 +26,7 @@ _SCATTERS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
-"""View -> how to write a new value of the view back into what it views."""
+"""View op -> op that returns the viewed tensor with the elements that the view shows replaced by new values."""
 _RESHAPES = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -41,7 +41,7 @@ _RESHAPES = (
     aten.squeeze.dims,
 )
 _SAME = (aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.dropout.default)
-"""Ops whose result is their input itself, where they share its memory."""
+"""Ops that may return their input itself; then result and input share memory."""
 _MANY = (
     aten.chunk.default,
     aten.split.Tensor,
@@ -106,20 +106,20 @@ class _Memory:
     """Node -> node with its value after the writes that `seen` counts."""
     seen: dict[fx.Node, int] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
-    """Base of some memory -> number of writes so far."""
+    """Node that allocated some memory -> number of in-place writes to this memory so far."""
     captured: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Node of the rewritten graph -> node as captured whose value it holds."""
     bases: dict[int, fx.Node] = field(default_factory=dict)
-    """Storage -> base of that memory."""
+    """Identity of a storage -> node that allocated it."""
 
     def refresh(self, node: fx.Node) -> None:
-        """Let a node read the present values of its arguments."""
+        """Replace a node's arguments by nodes with the values that they have after all writes so far."""
         with self.graph.inserting_before(node):
             node.args = fx.map_arg(node.args, self.value)
             node.kwargs = fx.map_arg(node.kwargs, self.value)
 
     def add(self, node: fx.Node) -> None:
-        """Record a node that writes nothing, and whose memory it shares."""
+        """Record whether the result of `node`, which writes nothing, shares memory with one of its inputs."""
         storages = _storages(node)
         sources = [self._original(source) for source in node.all_input_nodes]
         if node.target is aten.lift_fresh_copy.default:  # its fake tensor shares memory, the real one does not
@@ -221,7 +221,7 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _run(node: fx.Node) -> Any:
-    """Return the fake result of a node from those of its arguments."""
+    """Return the result of calling a node's target on the fake results recorded for its arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     modes = (leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
     assert callable(node.target)
@@ -230,7 +230,7 @@ def _run(node: fx.Node) -> Any:
 
 
 def _call(graph: fx.Graph, near: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call that belongs where `near` does, with its fake result."""
+    """Insert a call of `target` with its fake result; all other metadata, such as the module path, are copied from `near`."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: value for key, value in near.meta.items() if key != "val"}
     node.meta["val"] = _run(node)
@@ -238,7 +238,7 @@ def _call(graph: fx.Graph, near: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 def _update(graph: fx.Graph, node: fx.Node, target: fx.Node) -> fx.Node:
-    """Return a node with the value that an in-place op gives its target."""
+    """Return a functional node with the value that `target` has after the in-place op `node` has written to it."""
     _, *rest = node.args
     kind: Tensor = target.meta["val"]
     if node.target is aten.copy_.default:
@@ -259,7 +259,7 @@ def _same_gradient(graph: fx.Graph, near: fx.Node, old: fx.Node, new: fx.Node) -
 
 
 def _may_carry_gradient(node: fx.Node) -> bool:
-    """Return False for integers, and for values that depend on integers and constants alone."""
+    """Return False for a node that depends on no float parameter or input except through `detach`; else True."""
     waiting, known = [node], {node}
     while waiting:
         node = waiting.pop()
@@ -274,7 +274,7 @@ def _may_carry_gradient(node: fx.Node) -> bool:
 
 
 def _cast(graph: fx.Graph, near: fx.Node, node: Any, dtype: torch.dtype) -> fx.Node:
-    """Return a node in the dtype of the tensor that is written."""
+    """Return `node`, cast to `dtype` if it has another one; a cast gets the metadata of `near`."""
     return node if node.meta["val"].dtype == dtype else _call(graph, near, aten.to.dtype, node, dtype)
 
 
@@ -298,7 +298,7 @@ def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, 
 
 
 def _scatter(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """Return `source` with `new` at the positions that a view shows of it; the same view of a tensor of positions holds them."""
+    """Return `source` with the elements that `view` shows replaced by `new`; viewing a tensor of element numbers finds them."""
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(graph, near, target, *args, **kwargs)

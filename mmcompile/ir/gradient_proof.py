@@ -20,7 +20,7 @@ from mmcompile.ir.graph import results_of
 
 _SHOWN = 6
 _CUSTOM_OPS = "torch._library.autograd"
-"""Module of the autograd functions of custom ops, which are nodes of a graph with their backward."""
+"""Module of the autograd functions of torch's custom ops. They are allowed: a graph keeps a custom op, with its backward."""
 
 
 def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
@@ -90,7 +90,7 @@ def check_trained(module: fx.GraphModule, trained: frozenset[str]) -> None:
 
 
 def _path(module: fx.GraphModule, parameter: str) -> str:
-    """Return the path of a module that reads a parameter."""
+    """Return the path of the first module that reads a parameter, for messages."""
     users = (user for node in module.graph.nodes if node.target == parameter for user in node.users)
     return next((str(user.meta.get("module_path")) for user in users), "") or "the model's own forward"
 

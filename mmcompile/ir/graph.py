@@ -222,7 +222,7 @@ class LossInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelGraph:
-    """A captured model. Equal text means equal graph; the value is independent of the capture mode."""
+    """A captured training step of a model: the annotated FX graph, its components, inputs and parameters."""
 
     name: str
     """Class name of the model."""

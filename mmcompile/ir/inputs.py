@@ -1,4 +1,4 @@
-"""Checks and values of a batch before the graph. Missing media, and positions that the model would compute in Python."""
+"""Preparation of a batch for a graph: nested inputs flattened, missing media refused, `position_ids` added as an input."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmcompile.errors import BatchError
 from mmcompile.ir.compat import positions_of_text
 
 _PLACEHOLDER = re.compile(r"(?P<modality>image|video|audio)_token_(id|index)")
-"""Fields of a transformers config with the token of a placeholder."""
+"""Pattern of the config fields of transformers that hold the token id of a placeholder."""
 _JOINT = "__"
-"""Between a name and the path inside it, in the name of a nested input."""
+"""Separator between the parts of a nested input's flat name, as in `targets__boxes__0`."""
 
 
 class FlatBatch(dict[str, Any]):

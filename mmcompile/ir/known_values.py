@@ -184,7 +184,7 @@ class _KnownDispatch(TorchDispatchMode):
         return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Give the selection from an unknown tensor by a known mask or known counts a static output shape."""
+        """Return (args, kwargs, result or None) of a selection by a known mask or known counts, with a static result shape."""
         known = self.known
         if func is aten.index.Tensor and any(is_boolean(i) and known.get(i) is not None for i in args[1]):
             indices: list[torch.Tensor | None] = []

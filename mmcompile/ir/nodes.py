@@ -87,8 +87,8 @@ def attention_words(
         islands: integers, equal for tokens that see each other in both directions; below 0 for none. None: no islands.
         causal: whether tokens see earlier ones; if not, every token sees its whole document, and `islands` must be
             None.
-        window: the model's mask ends islands too at this many tokens, while a window of words bounds the causal term
-            alone.
+        window: number of tokens beyond which the model's mask hides keys inside islands too; words cannot express this, so a
+            longer island is refused. None: no such limit.
         batch, length: B and T.
 
     Returns:
@@ -114,7 +114,7 @@ def attention_words(
 
 
 def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int) -> None:
-    """Raise MaskError if an island extends over `window` tokens or more."""
+    """Raise MaskError if an island spans more than `window` tokens; `document` and `island` are ids [B, T], 0 for none."""
     _, key = torch.unique((document << 32) | island, return_inverse=True)
     key = key + torch.arange(len(key), device=key.device)[:, None] * (key.max() + 1)
     position = torch.arange(key.shape[1], device=key.device).expand_as(key)

@@ -87,7 +87,7 @@ def _span(config: Any, modality: str, count: int) -> _Span:
 
 
 def _text(config: Any, batch_size: int, text_tokens: int, spans: list[_Span]) -> dict[str, torch.Tensor]:
-    """Return two text tokens, then each span of placeholders with two text tokens after it, then the rest of the text."""
+    """Return token ids, mask and labels: two text tokens, then each span of placeholders and two more, then the other text."""
     special = [
         value
         for name, value in vars(config).items()
@@ -121,7 +121,7 @@ def _token(config: Any, modality: str) -> int:
 
 
 def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_size: int) -> int:
-    """Add images to the batch; return the number of placeholders per image."""
+    """Add the pixels of `count` images to `batch`, in place; return the number of placeholder tokens per image."""
     vision = getattr(model.config, "vision_config", None)
     if vision is None:
         raise _unknown("it takes pixel_values but has no vision_config")
@@ -154,7 +154,7 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
 
 
 def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> int:
-    """Return the number of tiles of an image, the whole image not counted, for models that cut it to the best resolution."""
+    """Return the number of tiles, `tile` pixels wide and high, of an image resized to the best (height, width) in `pinpoints`."""
     from transformers.image_processing_utils import select_best_resolution  # only needed for these models
 
     height, width = select_best_resolution(image_size, pinpoints)
@@ -162,7 +162,7 @@ def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> 
 
 
 def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int:
-    """Add audio clips to the batch; return the number of placeholders per clip."""
+    """Add the features of `count` audio clips to `batch`, in place; return the number of placeholder tokens per clip."""
     audio = getattr(model.config, "audio_config", None)
     if audio is None:
         raise _unknown("it takes input_features but has no audio_config")
@@ -185,7 +185,7 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
 def _num_features(
     model: nn.Module, accessor: str, inputs: Mapping[str, torch.Tensor], values: Mapping[str, object] | None = None
 ) -> int:
-    """Return the rows that an encoder and its projector make from the inputs, found by running them (on fake tensors if meta)."""
+    """Return the number of rows that the model's method `accessor` makes of `inputs`, by running it (a fake model on fakes)."""
     owner = model if hasattr(model, accessor) else getattr(model, "model", None)
     if owner is None or not hasattr(owner, accessor):
         raise _unknown(f"it has no {accessor}")

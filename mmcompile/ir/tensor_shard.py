@@ -42,7 +42,7 @@ class TensorShard:
         return replace(self, count=self.count * replicas, replicas=self.replicas * replicas)
 
     def index(self, rank: int, replica: int = 0) -> int:
-        """Return the index of the part that a replica of a rank holds.
+        """Return the number, from 0 to `count` - 1, of the part that replica `replica` of rank `rank` holds.
 
         Args:
             rank: tensor-parallel rank; ignored if the tensor is not sharded over ranks.

@@ -68,11 +68,10 @@ class _LossOnly(nn.Module):
     """Wrapper module whose forward takes the tensor inputs by name and returns only the model's loss.
 
     Args:
-        model: the model.
         batch: real value of each tensor input.
         arguments: function (tensor inputs by name) -> all arguments of the model's forward.
-        on_trace: called after a traced forward with the names of the parameters that get a gradient from it. (Export resets
-            attributes that a forward sets.)
+        on_trace: called after a traced forward with the names of the parameters that get a gradient from it. A callback,
+            because export removes attributes that a forward sets.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class _LossOnly(nn.Module):
 
 
 def _named_forward(run: Any, names: list[str]) -> Any:
-    """Return a function with one parameter per input: `torch.export` requires a flat signature."""
+    """Return a function with the parameters `names` that passes them to `run`: `torch.export` requires a flat signature."""
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         return run(**dict(zip(names, args, strict=False)), **kwargs)
@@ -244,7 +243,7 @@ def _copy_body(graph: fx.Graph, region: fx.GraphModule, inputs: list[fx.Node], *
 
 
 def _is_input(node: fx.Node) -> bool:
-    """Return True for an input of a region, also after in-place ops, which return what they write: its gradient stays."""
+    """Return True if a node of a no_grad region's body is an input of the region, or the result of in-place ops on an input."""
     while is_mutating_op(node.target):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
@@ -257,7 +256,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _clean_module_paths(graph: fx.Graph) -> None:
-    """Keep one string per node, the innermost module's path in the model: `node.meta["module_path"]`."""
+    """Replace each node's stack of modules by one string, `node.meta["module_path"]`: the path of the innermost module."""
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None)
         path = next(reversed(stack.values()))[0] if stack else ""

@@ -1,8 +1,8 @@
 """State around a trace: options switched off for it, fake tensors that a model keeps, random numbers drawn outside torch.
 
-The first are restored and the second taken back; the third are refused. torch's own random numbers stay ops of the graph. Those
-of numpy and of Python's `random` (SpecAugment, layer drop) are numbers of Python by the time they reach a tensor, and a graph
-would repeat them.
+The options are restored, the fake tensors are removed, and the random numbers are refused. torch's own stay ops of the graph.
+Those of numpy and of Python's `random` (SpecAugment, layer drop) are numbers of Python by the time they reach a tensor, and a
+graph would repeat them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAX_DEPTH = 4
 """Depth to which plain objects inside modules are searched for state."""
 _NOT_DRAWING = ("seed", "get_state", "set_state", "getstate", "setstate", "get_bit_generator", "set_bit_generator")
 _SOURCES = ("default_rng", "RandomState", "Random", "SystemRandom", "Generator")
-"""Constructors of generators: without a seed, they draw one."""
+"""Names of constructors of random generators; called without a seed, they take a random one."""
 _UNIT = ("random", "random_sample", "rand", "uniform")
-"""Functions that draw one number of [0, 1) when called so."""
+"""Names of functions that, without arguments or with the bounds 0 and 1, draw one number of [0, 1)."""
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def python_state_kept(model: nn.Module) -> Generator[None]:
 
 
 def _states(model: nn.Module) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of all modules and of the plain objects in them, and a copy of each, by identity."""
+    """Return id -> (attributes, a copy of them), for every module of a model and the plain objects in its attributes."""
     found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def visit(value: Any, depth: int) -> None:

@@ -213,7 +213,7 @@ def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, b
 
 
 def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
-    """Raise PlanError for a node that would compute different values on each rank from whole inputs."""
+    """Raise PlanError for attention, the loss or random numbers computed from whole values: ranks need their own tokens there."""
     for node in nodes:
         if node in flow.axes or flow.spread_inputs(node):
             continue

@@ -92,7 +92,7 @@ class TokenFlow:
         return tuple(source for source in node.all_input_nodes if source in self.axes)
 
     def to_spread(self, node: fx.Node, value: fx.Node, axis: TokenAxis, filler: float = 0) -> fx.Node:
-        """Return `value` as an input of `node` that must be sharded along `axis`; a whole value is sharded first."""
+        """Return `value` sharded along `axis`, as `node` must read it; a whole value is sharded, with `filler` in free rows."""
         found = self.axes.get(value)
         if found is None:
             if shape(value)[axis.dim] != self.rows(axis):
@@ -105,7 +105,7 @@ class TokenFlow:
         return value
 
     def same(self, one: TokenAxis, other: TokenAxis) -> bool:
-        """Return whether two token axes have the same dim and rows; batch sizes may be different symbols of one number."""
+        """Return whether two token axes are equal, their batch sizes compared as numbers: two symbols may have one value."""
         return replace(one, outer=self.number(one.outer)) == replace(other, outer=self.number(other.outer))
 
     def size_argument(self, size: Size) -> int | fx.Node | None:
@@ -180,7 +180,7 @@ def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
 
 
 def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAxis) -> list[Any]:
-    """Return the sizes `wanted` of a view with -1 at the token dim `axis`; a -1 at another dim becomes this dim's size."""
+    """Return `wanted`, a view's sizes, with -1 at the token dim; a -1 at another dim becomes that dim's size."""
     found = list(wanted)
     for dim, size in enumerate(wanted):
         if isinstance(size, int) and size == -1 and dim != axis.dim:
@@ -211,7 +211,7 @@ def _local(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, local_tokens: 
 
 
 def _refuse_token_counts(flow: TokenFlow, node: fx.Node) -> None:
-    """Raise PlanError for arithmetic with the number of tokens, which would be the number in the whole row."""
+    """Raise PlanError for a pointwise op on the number of tokens: a rank would compute with that of the whole row."""
     scalars: Mapping[str, Any] = {**dict(enumerate(node.args)), **node.kwargs}  # type: ignore[dict-item]
     for value in scalars.values():
         counts_tokens = isinstance(value, fx.Node) and "size" in value.meta and value.meta["val"] == flow.tokens

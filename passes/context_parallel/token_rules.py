@@ -73,7 +73,7 @@ def _passed(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _along(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the unchanged token dim of an op that takes parts along other dims."""
+    """Return the token dim of an op along other dims, unchanged; raise PlanError if the op works along the tokens."""
     axis = flow.axes[_first(flow, node)]
     if axis.dim in dims(node):
         flow.refuse(node, "it works along the tokens")
@@ -164,7 +164,7 @@ def _repeat_interleave(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _joined(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of cat, or of stack, which adds a dim."""
+    """Return the token dim of the result of cat or stack along another dim; stack adds a dim."""
     parts: Any = node.args[0]
     added = int(op_name(node) == "aten.stack")
     axis = flow.axes[flow.spread_inputs(node)[0]]

@@ -107,7 +107,7 @@ class _Meter:
         return {storage: saved for storage, saved in kept.items() if storage not in self._permanent}
 
     def held(self, node: fx.Node, *, whole: bool) -> dict[int, Saved]:
-        """Return the memory of a node's value, as `saved` does; `whole`: count all memory that a view keeps alive."""
+        """Return storage id -> memory of a node's value; `whole`: count all of the storage, not only the elements of a view."""
         if "val" not in node.meta:
             return {}
         return {
@@ -269,7 +269,7 @@ def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
 def _add_crossing(
     graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add `output_bytes` of every layer: bytes made up to it and read later; for the last layer, by other components."""
+    """Add each layer's `output_bytes` to `sums`: bytes that a cut after the layer sends; after the last, to other components."""
     last = {component.name: len(component.layers) - 1 for component in graph.components}
     for node, (component, layer) in places.items():
         if info(node).shared:

@@ -84,7 +84,7 @@ def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
 
 
 def _product(first: str, second: str) -> FlopsRule:
-    """Return the rule of a matrix product of the arguments so named; the gradient of each costs as much as the forward."""
+    """Return the rule of a product of the arguments `first` and `second`; each gradient costs as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
         left, right = _operands(node, first, second)
@@ -243,7 +243,7 @@ def _region(node: fx.Node) -> OpFlops:
 
 
 def _operands(node: fx.Node, *names: str) -> tuple[fx.Node, ...]:
-    """Return the arguments so named of a call, which are tensors."""
+    """Return the tensor arguments of a call that the op's schema calls `names`."""
     values = passed(node)
     return tuple(_node(values[name]) for name in names)
 

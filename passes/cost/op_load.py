@@ -87,7 +87,7 @@ def _self_lengths(node: fx.Node) -> Lengths | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Lengths:
-    """Return the sequences of a component without attention: from its first tensor that others read, else its first tensor."""
+    """Return the sequence lengths of a component without attention, from the shape [..., rows, features] of its first output."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [own for node in flowing for own in map(concrete_shape, tensors(node)[:1]) if len(own) > 1]
@@ -158,7 +158,7 @@ class Growths:
         return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
 
     def _size_of_fixed(self, node: fx.Node) -> Growth:
-        """Return the growth of a value made without activations: masks and tables from counted positions grow with the batch."""
+        """Return the growth of a value made without activations: masks and tables by dims of sequence length; else FIXED."""
         if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
             return Growth.FIXED
         if self._may_be_pairs(node):

@@ -115,7 +115,7 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
 
 
 def _others(node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """Return the operands whose gradient reads `source`: all others, and `source` itself if the node reads it twice (x * x)."""
+    """Return the operands of `node` whose gradient reads `source`: all others, and `source` itself if read twice (x * x)."""
     operands = [operand for operand, _ in op_flops(node).operands]
     operands = operands or [operand for operand in node.args if isinstance(operand, fx.Node)]
     if source in operands:

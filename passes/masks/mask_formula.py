@@ -31,7 +31,7 @@ Test = tuple[Expression, bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFormula:
-    """A mask in the one form that mask words can express; expressions depend on one token (axis t)."""
+    """A mask in the form that mask words can express; each expression is a function of batch row b and one token t."""
 
     causal: bool
     valid: tuple[Test, ...] = ()
@@ -121,7 +121,7 @@ def _matched(alternatives: Alternatives) -> MaskFormula:
 
 
 def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -> MaskFormula:
-    """Return the formula with a window as small as the bounds q - k < distance in `reaches`, claims of its causal term."""
+    """Return the formula with its window lowered to the smallest distance in `reaches`, claims that q - k < distance."""
     window = formula.window
     for claim in reaches:
         if not claim.positive and formula.causal:
@@ -135,7 +135,7 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
 
 
 def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
-    """Return what holds for every visible pair: (document ids or None, tests of valid keys, window of islands too or None)."""
+    """Return (document ids or None, tests that a key must pass, window or None) from claims that hold for all visible pairs."""
     same, keys, queries = _by_side(claims)
     reach = [claim for claim in claims if claim.kind == "reach"]
     if len(same) > 1 or any(not claim.positive for claim in same):
@@ -149,7 +149,7 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
-    """Return (island ids, tests that tokens of an island pass), from the claims under which a key is seen though it is later."""
+    """Return (island ids, tests of an island's tokens) from the claims under which a query sees a later key."""
     same, keys, queries = _by_side(claims)
     if any(claim.kind == "reach" or (claim.kind == "same" and not claim.positive) for claim in claims) or len(same) > 1:
         raise UnrecognisedMask("keys besides causal ones are not those of an equal id")
@@ -160,7 +160,7 @@ def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
 
 
 def _by_side(claims: frozenset[Claim]) -> tuple[list[Claim], set[Test], set[Test]]:
-    """Return the claims of equality at query and key, the tests of the key, and those of the query."""
+    """Return (claims that an id is equal at query and key, tests of the key, tests of the query)."""
     tests = [(claim.axis, (claim.of, claim.positive)) for claim in claims if claim.kind == "holds"]
     keys, queries = ({test for axis, test in tests if axis == side} for side in ("k", "q"))
     return [claim for claim in claims if claim.kind == "same"], keys, queries

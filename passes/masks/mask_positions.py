@@ -106,7 +106,7 @@ def _replaced(expression: Expression, positions: Expression) -> Expression:
 
 
 def _placed(expression: Expression, positions: Expression) -> Expression:
-    """Return the expression with positions replaced by token indices."""
+    """Return `expression` with `positions` at the query or key replaced by that token's index in the row."""
     sides = axes_of(expression) & {"q", "k"}
     if len(sides) == 1 and per_token(expression) == positions:
         return AxisIndex(next(iter(sides)))

@@ -50,7 +50,7 @@ class MaskReader:
         return self._known[key]
 
     def per_token(self) -> Iterator[tuple[Expression, fx.Node, Places]]:
-        """Yield (expression as [b, t], node, index) of nodes that were read at plain indices."""
+        """Yield (expression per token [b, t], node, its index) of every node read so far at a query's or a key's index."""
         for (node, index), expression in self._known.items():
             places = tuple(map(per_token, index))
             if AxisIndex("t") in places and not isinstance(expression, (AxisIndex, Number)):
@@ -171,7 +171,7 @@ def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression |
 
 
 def _plain(place: Expression) -> Expression:
-    """Return the axis or the number if an index is only that; else the index."""
+    """Return an index expression simplified to the bare axis or number that it equals; any other is returned unchanged."""
     form = linear(place)
     if form is None:
         return place
@@ -198,7 +198,7 @@ def _arange(reader: MaskReader, node: fx.Node, index: Places) -> Expression | No
 
 
 def _filled(value: bool | int | float | None) -> Rule:
-    """Return the rule of a factory op: all elements are `value`, or its fill argument if `value` is None."""
+    """Return the rule of an op that makes a tensor of equal elements: `value`, or the op's fill argument if it is None."""
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
@@ -212,7 +212,7 @@ def _filled(value: bool | int | float | None) -> Rule:
 
 
 def _elementwise(op: str, *order: str) -> Rule:
-    """Return the rule of an elementwise op, called `op` in `Elementwise`; its operands are the op's arguments so named."""
+    """Return the rule that reads an elementwise op as `op` of `Elementwise`; `order`: its operands' names in the op's schema."""
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)

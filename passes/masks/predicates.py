@@ -150,7 +150,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Elementwise, 
 
 
 def _non_negative(form: Form, whole: Elementwise, positive: bool) -> Alternatives:
-    """Return the alternatives under which the affine function `form` of token indices is >= 0, or < 0 if not `positive`."""
+    """Return the alternatives under which `whole`, a comparison equal to `form` >= 0, is true; or is false if not `positive`."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
         return _TRUE if positive else _FALSE

@@ -109,7 +109,7 @@ class LayerFacts:
         self.head_counts = {own[-3] for own in sizes if len(own) >= 3}
 
     def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
-        """Return the nearest projections of the layer from which a value is made, without those that cannot be sharded."""
+        """Return the nearest projections from which a value is made, if in no region and with outputs divisible by `count`."""
 
         def before(node: fx.Node) -> Iterable[fx.Node]:
             return node.all_input_nodes if node in self.members and projection(node) is None else ()

@@ -181,7 +181,7 @@ class ShardFlow:
                 self.meet(node, value, self.shard(dim, blocks))
 
     def grow(self, value: fx.Node) -> None:
-        """Request that the projections of this layer from which a whole value is made are sharded too, if there are any."""
+        """Raise RegionGrowth if a whole value is made from projections that the region can add; else return."""
         known = self.columns.keys() | self.sums | self.excluded
         found = [source for source in self.facts.projections_of(value, self.count) if source not in known]
         if found:

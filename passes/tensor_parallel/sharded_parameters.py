@@ -104,7 +104,7 @@ class ShardedParameters(Rewrite):
 
 
 def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
-    """Return the tensor-parallel sharding of a parameter, before it is sharded over replicas."""
+    """Return the tensor-parallel sharding of a parameter; one part of all its rows if it has none."""
     return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
 
 
@@ -129,7 +129,7 @@ def _summary(reasons: Mapping[ParameterSpec, str]) -> str:
 def _whole(
     spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
 ) -> str:
-    """Return the reason why every replica holds all of a rank's part of a parameter; "" if the replicas shard it."""
+    """Return the reason why `degree` replicas cannot shard a parameter, sharded as `shard` over ranks; "" if they can."""
     if len(spec.shape) < 2:
         return "vectors"
     if any(name is None or degrees.get(name) != degree for name in reading):

@@ -77,7 +77,7 @@ def _axes(
 
 
 def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int, ComponentSharding]) -> str | None:
-    """Return the reason why a component should not run at a degree; None if the degree is legal."""
+    """Return the reason why a component cannot run at the degree of `sharding`; None if it can. `found`: degree -> sharding."""
     own = [node for (name, _), nodes in facts.layers.items() if name == sharding.component for node in nodes]
     reasons = {kept.node: kept.reason for kept in sharding.kept}
     sharded = _projections(sharding)

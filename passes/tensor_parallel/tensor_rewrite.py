@@ -84,7 +84,7 @@ class ShardRewriter:
         full: Sequence[Any],
         target: Any,
     ) -> None:
-        """Replace an input of `node` by the part of sizes `full` that op `target` makes of it; `layout`: dim, blocks or heads."""
+        """Make `node` read a part of `value`, made by `target` with `layout` (dim, blocks or heads); `full`: the part's sizes."""
         carries = (node, value) in region.copies
         source = value = self._summed.get(value, value)
         if carries:
@@ -99,7 +99,7 @@ class ShardRewriter:
         node.replace_input_with(value, _inserted(node, target, arguments, like=node, shaped=value, full=full))
 
     def _copy(self, node: fx.Node, value: fx.Node, count: int) -> fx.Node:
-        """Return the `tp_copy` node of a value, one for all readers in a layer."""
+        """Return the `tp_copy` node, over `count` ranks, through which all readers of `value` in the layer of `node` read it."""
         key = (value, component_of(node), info(node).layer)
         if key not in self._copies:
             # Other readers may come before this one.
@@ -109,7 +109,7 @@ class ShardRewriter:
         return self._copies[key]
 
     def _sum(self, node: fx.Node, count: int) -> None:
-        """Insert the sum over ranks behind a projection; the projection's bias is added after the sum."""
+        """Insert the sum over `count` ranks behind the projection `node`; the projection's bias is added after the sum."""
         found = projection(node)
         assert found is not None
         users = list(node.users)
@@ -172,9 +172,9 @@ def _inserted(
 
 
 def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
-    """Return (reader, value) at which the gradient of `value` is smallest, so that the sum over ranks sends the least.
+    """Return (reader, value) where the gradient is smallest on the way from `value`, which `node` reads, back through views.
 
-    For keys and values that is before their heads are repeated.
+    There the sum over ranks sends least: for keys and values, before their heads are repeated.
     """
     reader, best = node, (node, value)
     while True:

@@ -22,7 +22,7 @@ from mmcompile.passes.tensor_parallel.tensor_rewrite import smallest
 from mmcompile.passes.values import num_bytes, tensors
 
 Parts = tuple[tuple[str, float], ...]
-"""Pairs (field of `LayerCost`, one rank's fraction of it); a field that is not listed is the whole divided by the degree."""
+"""Pairs (field of `LayerCost`, fraction that one rank has of the layer's amount); the fraction of other fields is 1 / degree."""
 _GIVEN = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 _LOSS_NUMBERS = 3
 """Number of values per token that a loss over a sharded vocabulary sums over ranks, in two messages (`tp_token_loss`)."""
@@ -92,7 +92,7 @@ def _parts(whole: LayerCost, rank: LayerCost, degree: int) -> Parts:
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:
-    """Yield, for every projection of a region whose result is summed over ranks, the bytes of this result."""
+    """Yield the bytes of each message in which ranks sum results of a region: of its row projections, and of the loss."""
     yield from (_bytes(node) for node in region.sums)
     for node in region.losses:
         labels = node.args[1]
@@ -109,7 +109,7 @@ def _copies(region: ShardFlow) -> Iterable[fx.Node]:
 
 
 def _is_sent_away(facts: GraphFacts, node: fx.Node) -> bool:
-    """Return whether another component returns a gradient for a node, which one rank receives and all ranks need."""
+    """Return whether a node's gradient comes from another component: one rank receives it, and sends it to all ranks."""
     own = info(node).component
     readers = [user for user in node.users if user.op == "call_function" and not info(user).shared]
     return facts.carries(node) and any(info(user).component != own and facts.carries(user) for user in readers)

@@ -128,7 +128,7 @@ class _Layer:
         return f"layer {layer} of {component} ({self.whole.component(component).layers[layer].name})"
 
     def why_not(self) -> str | None:
-        """Return the reason why the layer is too large for a check or cannot be compared; None if it can."""
+        """Return the reason why the layer is not checked: it is too large, or draws random numbers; None if it is checked."""
         count = sum(spec.num_elements for spec in _parameters(self.whole, self.nodes))
         if count > _MOST_ELEMENTS:
             return f"{count / 1e9:.1f} G elements, at most {_MOST_ELEMENTS / 1e9:.1f} G"
@@ -197,7 +197,7 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return calls outside the layer that must have a value to run it, in graph order, back to floats of other layers."""
+        """Return the calls on which the inputs `outside` depend, in graph order, back to floats: these get random values."""
         needed = reached(outside, lambda node: () if _is_float(node) else node.all_input_nodes)
         return [node for node in self.whole.calls if node in needed]
 
@@ -269,7 +269,7 @@ def _run(lockstep: Lockstep, nodes: Iterable[fx.Node]) -> None:
 def _flowing(
     world: World, gradients: Sequence[torch.Tensor], foreign: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (float tensor of a rank's result, its gradient); if `foreign`, the gradient is zeros on all ranks but rank 0.
+    """Yield (float tensor, its gradient) of a result on each rank; if `foreign`, the gradient is zeros except on rank 0.
 
     `foreign` stands for a gradient from another component, which rank 0 alone receives.
     """
@@ -281,7 +281,7 @@ def _flowing(
 
 
 def _named(value: fx.Node, world: World) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yield (name, tensor on each rank) of a result: named `name`, or `name[0]` and so on for a tuple."""
+    """Yield (name, tensor on each rank) of a node's result: the node's name; for a tuple, `name[0]`, `name[1]` and so on."""
     each = [[leaf.detach() for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)] for made in world]
     for index in range(min(map(len, each))):
         yield value.name if len(each[0]) == 1 else f"{value.name}[{index}]", [leaves[index] for leaves in each]

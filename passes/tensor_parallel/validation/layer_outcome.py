@@ -34,7 +34,7 @@ class LayerOutcome:
 def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
     """Describe the first difference between two outcomes; "" if there is none.
 
-    Differences of gradients are taken relative to `least` times the largest gradient at least.
+    A gradient's difference is relative to its largest element, but at least to `least` times the largest of all gradients.
     """
     gradients = [*wanted.input_gradients.values(), *wanted.weight_gradients.values()]
     largest = max((_largest(grads[0]) for grads in gradients), default=0.0)
@@ -51,7 +51,7 @@ def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
 
 
 def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
-    """Describe the largest difference between two tensors if it is above the tolerance; else ""."""
+    """Describe the largest difference if above the tolerance, relative to max(largest of `wanted`, `least`); else ""."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"is {found.dtype} {list(found.shape)}, and {wanted.dtype} {list(wanted.shape)} of the whole layer"
     if not wanted.is_floating_point():

@@ -103,7 +103,7 @@ class Lockstep:
         return [target(*args, **kwargs) for args, kwargs in map(rank, range(count))]
 
     def _world(self, source: fx.Node, component: str | None, count: int) -> World:
-        """Return a value as `count` ranks of a component read it."""
+        """Return the value of `source` on each of `count` ranks of a component that reads it."""
         if source.op == "get_attr":
             return self._parameter(source, component, count)
         if source.op == "placeholder":
@@ -174,11 +174,11 @@ def _degrees(graph: ModelGraph) -> dict[str, int]:
 
 
 Tensors = tuple[torch.Tensor, ...]
-"""A tensor on every rank."""
+"""One tensor for each rank, rank 0 first."""
 
 
 class _Across(Function):
-    """Function of a tensor on every rank, from two functions of all ranks: of the values, and of the gradients."""
+    """Autograd function of one tensor a rank; its forward and backward are given, as functions of all ranks' tensors."""
 
     @staticmethod
     def forward(ctx: Any, backward: Callable[[Tensors], Tensors], forward: Any, *values: torch.Tensor) -> Tensors:
