@@ -278,7 +278,7 @@ class Controller:
         return {self._parts.whole_name(name) for name in self._trainable & self._holders.keys()}
 
     def _not_held(self, values: Mapping[str, Tensor]) -> list[CheckpointPiece]:
-        """Return the checkpoint pieces (weights and optimizer state) of parameters that no rank holds yet."""
+        """Return the checkpoint pieces of parameters that no rank holds yet: weights from `values`, and optimizer state."""
         pieces = [whole_piece(weight_key(name), tensor.detach()) for name, tensor in values.items()]
         for path, tensor in self._waiting.items():
             key, name = path.split("/", 1)
@@ -310,7 +310,7 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """Return the tensors that `Worker.install` expects on one rank, by path such as `value/<name>`."""
+    """Return one rank's tensors for `Worker.install`, by path: constants, and of parameters that it lacks value and state."""
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]

@@ -96,7 +96,7 @@ class Fence:
 
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
-        """Return the context in which the group is made, once. After a cut, sockets opened in it are cut at once."""
+        """Return the context in which to make the group; enter it once. After a cut, sockets opened in it are cut at once."""
         with self._lock:
             self._inodes = frozenset(inode for _, inode in _sockets())
             self._servers = frozenset(_port(end) for _, end in _tcp_sockets() if _state(end) == _LISTENING)

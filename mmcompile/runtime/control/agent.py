@@ -268,7 +268,7 @@ class Agent:
             worker.stream.send(sent)
 
     def _ask_to_drain(self) -> None:
-        """Request a drain, from a signal handler: the signal may have interrupted a message half sent."""
+        """Set the flag that requests a drain. A signal handler may do no more: it may interrupt a message half sent."""
         self._drain_asked = True
 
     def _drain(self) -> None:

@@ -48,7 +48,7 @@ def save(
     Args:
         owned: rank that sends each layer, by layer.
         aliases: name under which a tied parameter is held, by each of its other names.
-        trainer: step, cursor, and the optimizer's settings for the next step; the frozen parameters are added here.
+        trainer: step, cursor, and the optimizer's settings for the next step; fingerprints of frozen parameters are added here.
 
     Raises:
         CheckpointError: the checkpoint cannot be written.

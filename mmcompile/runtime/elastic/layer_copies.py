@@ -96,7 +96,7 @@ def _rounds(
 
 
 def _run(side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[WorkerId] | None, store: LayerStore) -> None:
-    """Run one round.
+    """Run one round of copies: send one layer, receive one, or both at once (None: no copy).
 
     No worker waits for bytes before its own header is sent, nor for its own bytes to be sent before it is ready to receive. So
     workers may send to each other, in rings of any length.

@@ -144,7 +144,7 @@ class TemplatePlanner:
         return {worker: layers for worker, layers in held.items() if worker.node in staying}
 
     def _with_copies(self, plan: GenerationPlan, change: MembershipChange, held: _Held) -> GenerationPlan:
-        """Add the layer copies to a plan: each layer goes from a worker in `held` to the workers that need it and lack it."""
+        """Return a plan with layer copies added: each layer goes from a worker in `held` to the workers that need and lack it."""
         needed = layers_by_worker(plan, self._job)
         copies = plan_copies(
             self._job,
@@ -176,7 +176,7 @@ class TemplatePlanner:
 
 
 def _generation_plan(found: MembershipPlan[str], *, committed: int) -> GenerationPlan:
-    """Return the generation plan of a plan by nodes, without the layer copies, which depend on devices."""
+    """Return the generation plan for the node plan `found`, still without layer copies, which are between devices."""
     return GenerationPlan(
         pipelines=found.pipelines,
         spares=found.spares,

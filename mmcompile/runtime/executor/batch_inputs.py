@@ -19,7 +19,7 @@ _ALIGN_BYTES = 64
 _MESSAGE_BYTES = 256 * 1024
 """Bytes of a message above which a further microbatch gets a message of its own, so that a rank holds only the next few."""
 _AHEAD = 2
-"""Maximum number of receives of batch inputs that a rank posts before their turn."""
+"""Maximum number of messages with batch inputs that a rank starts to receive before it needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -212,7 +212,7 @@ class Executor:
     def _keep_loss(
         self, stage: LoadedStage, results: Sequence[Tensor], microbatch: int
     ) -> tuple[GradientEdge, Tensor] | None:
-        """Keep the loss of a microbatch for the result; return its graph edge and starting gradient, or None without a backward.
+        """Keep a microbatch's loss for the step's totals; return its graph edge and starting gradient (None without a backward).
 
         A microbatch without valid tokens is skipped: its mean would be 0 / 0.
         """

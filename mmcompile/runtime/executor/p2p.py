@@ -34,9 +34,7 @@ from mmcompile.runtime.executor.row_routing import (
 )
 
 _AHEAD = 4
-"""Maximum number of receive actions posted before their turn. gloo sends at once into a posted buffer; else it asks first,
-which costs a round trip.
-"""
+"""Maximum number of receive actions posted ahead of their turn: gloo sends into a posted buffer without asking first."""
 
 _Value = str | int
 """Payload of a message on an edge: a value of the balance group by name, or a row exchange by its position in the step plan."""

@@ -184,7 +184,7 @@ def _send(line: socket.socket, message: object) -> None:
 
 
 def _received(line: socket.socket, kind: type[T]) -> T | None:
-    """Return the next message on the line; None at its end."""
+    """Wait for the next message on a socket, and return it as a `kind`; None at the end of the stream."""
     data = receive_frame(line)
     return None if data is None else msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
 

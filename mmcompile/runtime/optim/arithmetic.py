@@ -41,7 +41,7 @@ _LOW_BITS = 44
 _PIECE = 2**16
 """Number of elements added at a time on a CPU, so that intermediate tensors stay in its cache.
 
-Three times as fast as all at once, for 4 M elements on one core of an x86 server.
+Measured for 4 M elements on one core of an x86 server: three times as fast as without pieces.
 """
 
 
@@ -121,7 +121,7 @@ class Fixed(Arithmetic):
         return torch.int64
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Convert each element to two whole numbers (high, low), and add these to the sum in place."""
+        """Round each element to whole multiples of 2^-20 and of 2^-64 (the remainder), and add these to the sum in place."""
         for into, piece in zip(_pieces(total), _pieces(gradient), strict=True):
             # A power of two scales without rounding, and the difference to the nearest whole number is exact, too.
             rest = piece.to(torch.float64, copy=True).mul_(2.0**_HIGH_BITS)

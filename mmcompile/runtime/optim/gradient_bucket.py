@@ -17,7 +17,7 @@ from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest
 _PART_BYTES = 16 * 1024
 """Minimum bytes of an owner's part of a bucket: smaller parts cost more in messages than they save."""
 _ALIGN = 64
-"""Alignment in elements of gradients and owners' parts in a bucket, so that kernels read them alike wherever they are."""
+"""Alignment, in elements, of gradients and owners' parts in a bucket, so that kernels read all of them in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

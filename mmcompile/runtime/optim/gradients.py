@@ -30,7 +30,7 @@ def buckets_of(
     """Yield the buckets of parameters that this rank shares with others: owner set, parameters by name, and two tags.
 
     Args:
-        shared: all owner sets, the same on all ranks, which so have the buckets in the same order.
+        shared: all owner sets, the same on all ranks, so that every rank yields its buckets in the same order.
     """
     ordered = sorted(shared, key=lambda item: (item.owners, item.givers, -1 if item.updater is None else item.updater))
     for place, item in enumerate(ordered):
