@@ -36,7 +36,7 @@ class _Trace:
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def note_call(self, module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
-        """Count a call of attention, separately with and without words given by keyword."""
+        """Count a layer's call of attention, with or without words; note words used with a window, to check islands."""
         (self.without if words is None else self.with_words)[module] += 1
         if window is not None and words is not None:
             self.windows[window] = words

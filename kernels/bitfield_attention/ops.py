@@ -117,7 +117,7 @@ def _natural(tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the tensors and options of an attention op for its backward op, in the order in which that takes them."""
+    """Save the tensors and options of an attention op for its backward op, in the order of that op's arguments."""
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
     ctx.options = inputs[7:]
     ctx.set_materialize_grads(False)

@@ -13,7 +13,6 @@ def block_part(x: torch.Tensor, dim: int, blocks: Sequence[int], index: int, cou
     Blocks (4, 2) of a dim of size 6 over `count` = 2 ranks: rank 0 has elements 0, 1 and 4, rank 1 has 2, 3 and 5.
 
     Args:
-        x: whole tensor.
         dim: dim that consists of blocks.
         blocks: sizes of the blocks along `dim`, each a multiple of `count`.
         index: rank in the group, 0 to count - 1.

@@ -1,8 +1,8 @@
 """Ops at the borders between whole and sharded values: `torch.ops.mmcompile.tp_*`.
 
-A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a
-dim. A rank that computes with its part of a value gets a partial gradient of the whole values it reads; `tp_copy` sums
-these over ranks.
+A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a
+rank's part of a value that is divided along a dim. A rank that computes with its part of a value gets a partial
+gradient of the whole values it reads; `tp_copy` sums these over ranks.
 
     op                       forward            backward
     tp_copy, tp_exit         identity           sum over ranks
@@ -53,7 +53,7 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value that a component of another degree reads; its gradient arrives at one rank, and is sent to all."""
+    """Copy a whole value for a component of another degree; its gradient arrives at one rank, and a sum gives it to all ranks."""
     return x.clone()
 
 
@@ -75,7 +75,6 @@ def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, coun
     """Return this rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
 
     Args:
-        x: whole value.
         dim: dim that is sharded.
         blocks: sizes of the blocks along `dim`, each divided evenly over the ranks.
         group_name: name of a group given to `register_group`.
@@ -117,7 +116,10 @@ def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count
 def tp_heads_backward(
     grad: torch.Tensor, dim: int, heads: list[int], size: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Return the gradient of all `size` heads, the input of `tp_heads`: sums for the heads that this rank reads, else zeros."""
+    """Return the gradient of the `x` of `tp_heads`, with all `size` heads along `dim`; 0 for heads that this rank did not read.
+
+    A head that it read several times gets the sum of these gradients. The group has `count` ranks.
+    """
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(resized(grad, dim, size))
     return whole.index_add_(dim, _own_heads(heads, index, count, grad.device), grad)

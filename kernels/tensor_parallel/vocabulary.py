@@ -117,7 +117,7 @@ def tp_token_loss_backward(
     group_name: str,
     count: int,
 ) -> torch.Tensor:
-    """Return the gradient of this rank's logits, in their dtype: softmax minus one at the label. No rank communicates."""
+    """Return the gradient of this rank's logits, in their dtype: softmax minus one at the label; `normalizers` are the z's."""
     wide = _wide(logits)
     local, own, valid = _own_labels(wide, labels, ignore_index, group_name, count)
     softmax = (wide - normalizers.unsqueeze(1)).exp_()

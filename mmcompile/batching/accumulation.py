@@ -1,7 +1,8 @@
 """`AccumulatedStep`: a step in several parts, each with a plan of its own, whose gradients are added up before one update.
 
-A step's loss is a mean: the sum over its valid tokens (or samples), divided by their number. How many there are is not known
-before the last part is, so loss weights are 1 / u with one u for all parts, and what they add up to is divided by at the update:
+A step's loss is a mean: the sum over its valid tokens (or samples), divided by their number. This number is known only with the
+last part. So tokens (or samples) of all parts have the same loss weight, 1 / u, and the update divides the gradient by the sum of
+these weights:
 
     gradient = (sum over parts and tokens of 1/u * gradient of the token's loss) / (sum over parts of tokens / u)
 
@@ -48,7 +49,7 @@ class AccumulatedStep:
             per_token: for each kind of microbatch, whether its loss is a mean over tokens.
 
         Raises:
-            BatchError: there is no common denominator.
+            BatchError: some losses are means over tokens, others over samples, so that their gradients cannot be added up.
         """
         kinds = {*per_token, self.per_token} if self.num_parts else set(per_token)
         if len(kinds) > 1:

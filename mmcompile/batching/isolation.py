@@ -60,10 +60,7 @@ def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str,
 
 
 def _with_other_tokens(batch: Mapping[str, Value], lengths: Sequence[int], number: int) -> dict[str, Value]:
-    """Return the batch with one document's tokens rolled within it.
-
-    The same number of placeholders, positions and labels unchanged.
-    """
+    """Return the batch with the tokens of document `number` rotated by a third of its length; positions, labels unchanged."""
     first, last = sum(lengths[:number]), sum(lengths[: number + 1])
     found = dict(batch)
     for name, dim in token_dims(batch):

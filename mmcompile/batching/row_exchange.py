@@ -81,7 +81,7 @@ def _count(
     samples: Sequence[Sample],
     alone: Callable[[int], PreparedMicrobatch],
 ) -> int:
-    """Return the rows that a block of samples has in one value of its microbatch. Raises BatchError if they cannot be derived."""
+    """Return the number of rows of samples `block` in output `port` of microbatch `source`. Raises BatchError if unknown."""
     if len(block) == len(source.samples):
         return source.prepared.link_shapes[port.name][0]
     (sample,) = block
@@ -125,7 +125,15 @@ def _into(
     rows: Mapping[tuple[Place, Block], int],
     stages: tuple[Sequence[str], Sequence[str]],
 ) -> Iterator[RowExchange]:
-    """Yield the row exchanges into one target microbatch."""
+    """Yield the row exchanges into one target microbatch.
+
+    Args:
+        source_of: sample -> the source microbatch that has it.
+        whole: indices of sources whose rows move as one block.
+        made: index of a source -> its outputs by place.
+        rows: (place, block) -> number of rows.
+        stages: program names of the stages that make the values, and of those that read them.
+    """
     sources = {source_of[s].index: source_of[s] for s in target.samples if s in source_of}
     wanted = {sample: block for source in sources.values() for block in _blocks(source, whole) for sample in block[:1]}
     blocks = [wanted[sample] for sample in target.samples if sample in wanted]
@@ -184,7 +192,7 @@ def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[st
 
 
 def _ranges(blocks: Sequence[Block], counts: Sequence[int], side: ExchangeSide, name: str) -> dict[Block, Range]:
-    """Return block -> its rows in a value of a microbatch, where blocks follow each other."""
+    """Return block -> its range in value `name`. Raises BatchError unless blocks of `counts` rows in turn make up this value."""
     total = side.prepared.link_shapes[name][0]
     if sum(counts) != total:
         raise BatchError(

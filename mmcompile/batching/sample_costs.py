@@ -1,7 +1,7 @@
 """Costs of samples in each balance group of a plan, from their sizes alone, for the balancers.
 
-The cost of a sample in a balance group is the sum, over the components of the group's chains, of the plan's rates
-(`mmcompile.planner.plan.plan.SampleRate`) at the rows it brings: seconds of one replica, forward and backward. The constant cost
+A plan has a rate for every component (`mmcompile.planner.plan.plan.SampleRate`): seconds of one replica, forward and backward,
+by the rows that a sample brings. The sum over a balance group's components is the sample's cost in this group. The constant cost
 of a microbatch (launches, reading parameters) belongs to no sample and is left out.
 """
 
@@ -100,5 +100,5 @@ def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
 
 
 def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:
-    """Return a polynomial at the rows of each sample, without its constant term: float64 [samples]."""
+    """Evaluate a polynomial in each sample's rows without its constant term, the cost of a microbatch: float64 [samples]."""
     return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares

@@ -64,7 +64,7 @@ def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit,
 
 
 def num_slots(plan: StepPlan) -> int:
-    """Return the number of slots of a step, up to the last backward."""
+    """Return the number of slots, each the turn of one microbatch in a replica, up to the last backward of the step."""
     return 1 + max((microbatch.slot + microbatch.lag for microbatch in plan.microbatches), default=-1)
 
 

@@ -49,10 +49,10 @@ class MicrobatchPlan:
     links: tuple[ValueShape, ...]
     """Values on links that the group's stages make or read, by name."""
     loss_weight: float = 1.0
-    """Factor on the loss that the loss stage returns, times `StepPlan.total_weight`.
+    """Factor on the loss that the loss stage returns: a sum over tokens, or a mean over samples.
 
-    It is 1 / the step's valid tokens, or for a mean over samples, samples / the step's samples. It is 0 if the microbatch has no
-    token to learn from; then no backward runs and gradients are zero.
+    For a sum it is `StepPlan.total_weight` / the plan's valid tokens, for a mean `StepPlan.total_weight` * samples / the plan's
+    samples. It is 0 if the microbatch has no token to learn from; then no backward runs and gradients are zero.
     """
     tower: str = ""
     replica: int = 0
@@ -61,7 +61,7 @@ class MicrobatchPlan:
     lag: int = 0
     """Number of slots from forward to backward: the language model computes the samples in slot + lag."""
     number: int = 0
-    """Number of the microbatch in actions.
+    """Number by which the actions of a schedule name the microbatch.
 
     Unique in its replica of its balance group, and equal to `slot` if no microbatch lags.
     """
@@ -114,5 +114,8 @@ class StepPlan:
     actions: tuple[str, ...] = ()
     """Actions of each rank in order, as `Schedule` prints them; ranks above the last rank with a stage have no entry."""
     first_sample: int = 0
-    """Number of samples in earlier plans of the same step. Random numbers in a forward are those of an undivided step."""
+    """Number of samples in earlier plans of the same step.
+
+    Seeds of random numbers (dropout) count samples from it, so that a divided step draws those of an undivided one.
+    """
     version: int = PROTOCOL_VERSION

@@ -324,7 +324,7 @@ class StepPlanner:
         )
 
     def _readers(self, part: _SampleGroup, prepared: PreparedMicrobatch) -> dict[int, tuple[str, ...]]:
-        """Return rank -> names of the batch inputs that its stages read, for one replica of a balance group."""
+        """Return rank -> names of the batch inputs that its stages read in a microbatch; ranks that read none are left out."""
         found: dict[int, frozenset[str]] = {}
         for stage in self._of_replica[self._towers[part.tower], part.replica]:
             if (program := prepared.programs.programs.get(stage.program_name)) is not None:
@@ -367,7 +367,7 @@ def _sizes(sample: Sample) -> dict[str, torch.Size]:
 def _num_tokens(
     prepared: Sequence[PreparedMicrobatch], parts: Sequence[_SampleGroup], last: int, num_samples: int
 ) -> int:
-    """Return the step's number of valid tokens; 0 for losses that are means over samples."""
+    """Return the number of valid tokens in microbatches of group `last`, the language model; 0 for means over samples."""
     learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
     counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
     for microbatch in counted:
@@ -382,10 +382,10 @@ def _num_tokens(
 
 
 def _weight(microbatch: PreparedMicrobatch, num_samples: int, divisors: tuple[float, float]) -> float:
-    """Return the weight of a token, or of all samples if the loss is a mean over samples; 0 without a token to learn from.
+    """Return `MicrobatchPlan.loss_weight` of a microbatch with `num_samples` samples.
 
     Args:
-        divisors: divisor for tokens, divisor for samples.
+        divisors: divisor for a loss that is a sum over tokens, divisor for one that is a mean over samples.
     """
     if microbatch.num_tokens == 0:
         return 0.0

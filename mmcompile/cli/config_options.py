@@ -92,7 +92,7 @@ def typed_options(context: typer.Context) -> dict[str, str]:
 
 
 def refuse_typed(context: typer.Context, names: Collection[str], reason: str) -> None:
-    """Refuse options that have no effect. Raises ConfigError: one of the names was given all the same."""
+    """Raise ConfigError, which gives `reason`, if a parameter in `names` was given on the command line."""
     for name, option in typed_options(context).items():
         if name in names:
             raise ConfigError(f"{option} has no effect {reason}; drop one of the two")
@@ -100,7 +100,7 @@ def refuse_typed(context: typer.Context, names: Collection[str], reason: str) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topic:
-    """One dataclass of options, as far as a command has them."""
+    """A dataclass of `mmcompile.config`, with those of its fields that are options of one command."""
 
     section: str
     kind: type[Any]
@@ -119,13 +119,13 @@ class Topic:
         return cls(section=section, kind=kind, names=names or tuple(own.name for own in fields(kind)))
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return a parameter for each field, as typer reads it."""
+        """Return a function parameter for each field, annotated as typer requires."""
         docs = field_docs()[self.kind.__name__]
         searches = "global_batch" in self.names
         return [_parameter(own, docs[own.name], searches) for own in fields(self.kind) if own.name in self.names]
 
     def value(self, name: str, typed: Any, offered: set[str], global_batch: int | None) -> Any:
-        """Return what is typed for a field as its value. Raises ConfigError."""
+        """Return a field's value from `typed`, the text given for it; None for `search`. Raises ConfigError for a wrong text."""
         own = next(own for own in fields(self.kind) if own.name == name)
         search = own.metadata.get("search")
         if search and typed in (SEARCH, [SEARCH]):
@@ -140,7 +140,7 @@ class Topic:
         return typed if parse is None else parse(flag(own), typed)
 
     def make(self, values: Mapping[str, Any]) -> Any:
-        """Return the dataclass. Raises ConfigError, which names options as they are typed."""
+        """Return the dataclass with these values of fields. Raises ConfigError, with names of options as they are typed."""
         try:
             return self.kind(**values)
         except ConfigError as error:
@@ -150,9 +150,9 @@ class Topic:
 
 
 def _parameter(own: Field[Any], doc: str, searches: bool) -> inspect.Parameter:
-    """Return the parameter of a field; the first paragraph of its docstring is the help.
+    """Return typer's parameter for a field; the first paragraph of the field's docstring is the help.
 
-    Defaults of a command without `--global-batch` are those without a search.
+    Without `searches`, the command lacks `--global-batch`, and the help shows no defaults that depend on it.
     """
     shown = own.metadata.get("shown")
     if shown and not searches:
@@ -179,7 +179,7 @@ def _parameter(own: Field[Any], doc: str, searches: bool) -> inspect.Parameter:
 
 
 def flag(own: Field[Any]) -> str:
-    """Return the option of a field, as it is typed."""
+    """Return the option of a field, as it is typed: `--batch-size` for `batch_size`."""
     return f"--{(own.metadata.get('name') or own.name).replace('_', '-')}"
 
 

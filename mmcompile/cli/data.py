@@ -20,7 +20,7 @@ DATA_HELP = (
 
 
 def load_samples(text: str) -> Sequence[Sample]:
-    """The samples that `text` names (see `DATA_HELP`); files are read when they are asked for.
+    """Return the samples that `text` names (see `DATA_HELP`); a file is read each time its sample is indexed.
 
     Raises:
         ConfigError: nothing by that name, or no sample in it.
@@ -40,7 +40,7 @@ def load_samples(text: str) -> Sequence[Sample]:
 
 
 class _StoredSamples(Sequence[Sample]):
-    """Samples in files of their own."""
+    """Sequence of samples, each in a safetensors file that is read whenever the sample is indexed."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -56,7 +56,7 @@ class _StoredSamples(Sequence[Sample]):
 
 
 def epochs(num_samples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Positions of the samples of each step, without end; an epoch's order depends on the seed and its number only.
+    """Yield the positions of each step's samples, without end; an epoch's order depends on the seed and its number only.
 
     A step may span two epochs, so that every sample is seen equally often.
     """
@@ -73,6 +73,6 @@ def epochs(num_samples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
 
 
 def richest(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` of the first samples to capture on, those with the most inputs first: a plan must see every modality."""
+    """Return `count` samples to capture on: of the first 64 those with the most inputs, so that every modality is captured."""
     looked_at = [samples[index] for index in range(min(len(samples), max(64, count)))]
     return sorted(looked_at, key=len, reverse=True)[:count]

@@ -12,7 +12,7 @@ from types import FrameType
 
 _INTERRUPTED = 130
 _interrupts: list[int] = []
-"""Signals that asked to stop: an import may turn the KeyboardInterrupt into an error of its own."""
+"""Interrupt signals received. They are noted because an import may turn the KeyboardInterrupt into another exception."""
 
 
 def main() -> None:

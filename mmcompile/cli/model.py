@@ -25,7 +25,7 @@ Weights = Literal["none", "random", "stored"]
 
 
 def load_captured(text: str, config: ModelConfig, example: ExampleConfig) -> CapturedModel:
-    """Return a model without weights, its trainable part set, and a batch for it."""
+    """Return the model `text`, without weights and with its trainable parameters set, and its own batch or an example."""
     with busy(f"building {text}"):
         model, batch = load_model(text, "none", config.dtype)
         set_trainable(model, config.train)
@@ -33,7 +33,7 @@ def load_captured(text: str, config: ModelConfig, example: ExampleConfig) -> Cap
 
 
 def set_trainable(model: nn.Module, train: Sequence[str]) -> None:
-    """Apply `--train`; without it the model's own flags hold."""
+    """Train the parameters that match `train` (`--train`), freeze the others; without patterns, change nothing."""
     if train:
         api.freeze(model, train)
 

@@ -22,7 +22,7 @@ def read_dataset(source: str) -> DatasetStats:
 
 
 def read_inputs(request: PlanRequest) -> PlanInputs:
-    """Return the values that a request names; files are read."""
+    """Return what a request gives as text or as paths of files: cluster, statistics, calibration, constraints."""
     return PlanInputs.read(
         cluster=request.cluster,
         stats=None if request.stats is None else read_dataset(request.stats),

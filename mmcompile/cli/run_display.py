@@ -27,7 +27,7 @@ class RunDisplay:
     """A progress bar with the membership beside it, fed with the event log.
 
     Args:
-        steps: of the run; None where that is not known.
+        steps: number of steps of the run; None if it is not known.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -40,7 +40,7 @@ class RunDisplay:
         self._waiting = ""
 
     def note(self, event: RunEvent) -> None:
-        """Follow the members by the event log."""
+        """Update steps, members and the last recovery from one event of the log."""
         match event.kind:
             case EventKind.JOINED if event.node is not None:
                 self._nodes.add(event.node)

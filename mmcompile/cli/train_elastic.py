@@ -31,7 +31,7 @@ RUN = "run"
 
 
 def check_elastic(options: TrainConfig, run: RunConfig, resume: Path | None) -> None:
-    """Refuse options that a run with templates does not have, and a launcher's processes. Raises ConfigError."""
+    """Raise ConfigError for options that a run with templates lacks, or if a launcher such as torchrun started this process."""
     given = {
         "correct": options.correct,
         "pack": run.pack,
@@ -54,10 +54,10 @@ def check_elastic(options: TrainConfig, run: RunConfig, resume: Path | None) -> 
 def node_at(
     coordinator: str | None, node: str | None, secret: Path | None, config: ElasticConfig
 ) -> tuple[str, Endpoint] | None:
-    """Return the name of this machine's node and where its run is; None to play all nodes here.
+    """Return the name of this machine's node and the address of its coordinator; None to play all nodes here.
 
     Raises:
-        ConfigError: some of the three options are missing.
+        ConfigError: some, but not all, of `--coordinator`, `--node` and `--secret` are given.
     """
     given = {"--coordinator": coordinator, "--node": node, "--secret": secret}
     missing = [name for name, value in given.items() if value is None]
@@ -86,7 +86,7 @@ def train_elastic(
 
     Args:
         folder: folder of the log, the events and checkpoints; None to keep them no longer than the run.
-        at: name of this node and where its run is; None to play all nodes here.
+        at: name of this node and address of its coordinator; None to play all nodes here.
         save: folder of the checkpoint of the end.
         export: folder of the trained model.
     """

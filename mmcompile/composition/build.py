@@ -158,7 +158,7 @@ def _projectors(
 
 @contextlib.contextmanager
 def _like(parameter: nn.Parameter) -> Generator[None]:
-    """Make tensors inside with the dtype and device of a parameter, and without storage if it has none."""
+    """Give tensors made inside the dtype and device of a parameter, and no storage if the parameter is fake."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(parameter.dtype)
     try:

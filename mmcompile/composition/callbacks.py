@@ -41,7 +41,7 @@ class Callbacks:
                 yield field.name, callback
 
     def run(self, when: str, value: Any) -> Any:
-        """Return the result of callback `when` on `value`; `value` itself if the callback is not set."""
+        """Return the result of the callback in field `when` on `value`; `value` itself if the field is None."""
         callback = getattr(self, when)
         return value if callback is None else callback(value)
 
@@ -50,7 +50,7 @@ NONE = Callbacks()
 
 
 def check_callbacks(callbacks: Mapping[str, Callbacks], encoders: Mapping[str, object], language_model: str) -> None:
-    """Raise ConfigError for a callback that would never run."""
+    """Raise ConfigError for callbacks that would never run: of an unknown part, or in a field that the part does not use."""
     for part, own in callbacks.items():
         if part != language_model and part not in encoders:
             raise ConfigError(f"callbacks are for {part!r}; parts are {', '.join([*encoders, language_model])}")

@@ -17,7 +17,7 @@ _LAST_HIDDEN_STATE = "last_hidden_state"
 _PROCESSOR_NAMES = {"grid_thw": "image_grid_thw"}
 """Parameter name of an encoder -> name under which Hugging Face processors return the value."""
 _ANONYMOUS = "hidden_states"
-"""Name of the first parameter of patch encoders, whose value processors return as pixels or audio features."""
+"""Name of the main parameter of patch encoders; processors return its value as `pixel_values` or `input_features`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def modality(module: nn.Module) -> str:
 
 
 def default_inputs(module: nn.Module) -> dict[str, str]:
-    """Return parameter -> batch name, the main input first, before clashing names are made unique."""
+    """Return parameter of the encoder's forward -> default name in a batch, main input first; encoders may share a name."""
     names = {name: _PROCESSOR_NAMES.get(name, name) for name in parameters_of(module)}
     if _ANONYMOUS in names:
         names[_ANONYMOUS] = "input_features" if modality(module) == "audio" else "pixel_values"
@@ -134,12 +134,10 @@ def input_names(encoders: Mapping[str, Encoder], taken: frozenset[str]) -> dict[
 
 
 def select(encoder: Encoder, output: Any, name: str) -> Tensor:
-    """Return the features of an encoder's output in its own shape.
-
-    Feature maps [images, C, h, w] as [images, h * w, C].
+    """Return the features in an encoder's output; feature maps [images, C, h, w] become [images, h * w, C].
 
     Raises:
-        ConfigError: the output has none at the place of the options.
+        ConfigError: the output has no features in the field or layer that the encoder's options name.
     """
     if isinstance(output, Tensor):
         found: Any = output
@@ -174,10 +172,7 @@ def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapp
 
 
 def _valid(module: nn.Module, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the mask of real features, bool [images, tokens], from a mask among the inputs, shortened as the encoder does.
-
-    Or None.
-    """
+    """Return which features are not padding, bool [images, tokens], from the inputs' attention mask; None if there is none."""
     mask = next((value for name, value in inputs.items() if name.endswith("attention_mask")), None)
     if mask is None:
         return None

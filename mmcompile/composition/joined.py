@@ -169,7 +169,7 @@ class JoinedModel(nn.Module):
         return replace(made, values=values)
 
     def num_tokens(self, name: str, inputs: Mapping[str, Any]) -> int:
-        """Return the number of text tokens that features of these inputs take, from shapes and integer values alone.
+        """Return the number of tokens that the features of these inputs take in the text, from shapes and integer values alone.
 
         Args:
             name: an encoder.

@@ -35,7 +35,7 @@ class TextInputs:
 
 
 def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """Return token ids to look up: 0 at placeholders, which may lie beyond the table and whose embeddings are not read."""
+    """Return `input_ids` with placeholders set to 0 for the lookup: their ids may exceed the table; features replace them."""
     return input_ids.masked_fill(_is_placeholder(input_ids, placeholders), 0)
 
 
@@ -87,10 +87,11 @@ def _misfit(name: str, token: int, placeholders: int, rows: int) -> str:
 def prepend(text: TextInputs, features: Mapping[str, Features]) -> TextInputs:
     """Put the features of all encoders, in order of encoders, before the text; labels, mask and positions are extended.
 
-    Every sample of a batch must have the same number of images or audio clips, because shapes do not show how they divide.
+    Every sample of a batch must have the same number of images or audio clips, because shapes do not show which image belongs to
+    which sample.
 
     Raises:
-        BatchError: images do not divide over samples; features without a dim of images.
+        BatchError: the number of images is no multiple of the number of samples, or features have no dim of images.
     """
     samples, length, hidden = text.embeddings.shape
     parts: list[Tensor] = []

@@ -14,7 +14,7 @@ from mmcompile.composition.merge import MergeFunction
 
 
 class ComposedModel(JoinedModel):
-    """A composed model that makes example batches and saves and loads a folder. Made by `compose` or `from_pretrained`."""
+    """Encoders and a language model as one module, with example batches and storage. Made by `compose` or `from_pretrained`."""
 
     def example_batch(
         self, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int

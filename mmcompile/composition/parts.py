@@ -18,7 +18,7 @@ _ADAPTER = "adapter"
 
 
 def saved_part(name: str, module: nn.Module) -> SavedPart:
-    """Describe a part for the manifest. Raises ConfigError unless it is a model of transformers that can be loaded again."""
+    """Return the manifest entry of an encoder or language model. Raises ConfigError unless its class is in transformers."""
     base, adapter = _without_adapter(module)
     owner = type(base).__module__
     transformers: Any = sys.modules.get("transformers")
@@ -42,7 +42,7 @@ def _without_adapter(module: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def save_part(name: str, module: nn.Module, part: SavedPart, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a part to its folder, and its adapter, if it has one, to a sub-folder."""
+    """Write an encoder or language model with `weights` to its folder, and its peft adapter, if any, to a sub-folder."""
     base: Any = _without_adapter(module)[0]
     if part.adapter:
         wrapper: Any = module
@@ -62,7 +62,7 @@ def save_part(name: str, module: nn.Module, part: SavedPart, weights: Mapping[st
 
 
 def _plain(key: str) -> str:
-    """Return the name that a weight has without adapters around its module."""
+    """Return a weight's name without what peft's adapters insert: `q_proj.weight` for `q_proj.base_layer.weight`."""
     return key.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 

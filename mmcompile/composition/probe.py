@@ -110,7 +110,7 @@ def _examples(encoder: Encoder) -> Iterator[dict[str, Tensor]]:
 
 
 def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str, Tensor]:
-    """Return random images for a vision encoder, by parameter.
+    """Return random images for a vision encoder, by parameter name.
 
     Args:
         count: number of images.
@@ -144,9 +144,9 @@ def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str
 
 
 def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield random audio clips for an audio encoder, by parameter.
+    """Yield random audio clips that an audio encoder may accept, by parameter name.
 
-    Spectrograms if its config has bins, else one second of samples.
+    Spectrograms are first, if the config has a number of mel bins; the last is one second of samples.
     """
     config, main = getattr(module, "config", None), next(iter(parameters_of(module)))
     dtype = dtype_of(module)

@@ -119,7 +119,7 @@ class ComposedProcessor:
         return found
 
     def _count(self, name: str, inputs: Mapping[str, Tensor]) -> int:
-        """Return the number of tokens of one image or audio clip; cached for equal shapes and integers."""
+        """Return the number of placeholder tokens of one image or audio clip; cached by its inputs' shapes and integer values."""
         if name not in self.model.placeholders:
             return 0
         key = (
@@ -150,7 +150,7 @@ class ComposedProcessor:
                 done += text
 
     def _rendered(self, messages: Sequence[Message], done: str, *, add_generation_prompt: bool) -> str:
-        """Return the text that the chat template adds after the text `done`."""
+        """Render messages by the chat template; return the text after `done`. Raises ConfigError unless it begins with `done`."""
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -162,7 +162,7 @@ class ComposedProcessor:
         return text[len(done) :]
 
     def _tokens(self, text: str, counts: Mapping[str, Iterator[int]]) -> Iterator[list[int]]:
-        """Yield the token ids of text pieces and of placeholders between them."""
+        """Yield the token ids of a text, in pieces; a marker becomes placeholders, as many as its encoder's next in `counts`."""
         if not self.model.placeholders:
             yield self._ids(text)
             return

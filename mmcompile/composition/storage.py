@@ -80,13 +80,11 @@ def load(
     """Read a composed model, with all parameters trainable.
 
     Args:
-        model_class: class of the result.
-        folder: folder of a composed model.
         projectors, merge, callbacks: modules and functions of the user that were saved by import path.
 
     Raises:
-        CheckpointError: there is none, another version wrote it, or it is damaged.
-        ConfigError: it was saved with code of the user's own that is not given, or the other way round.
+        CheckpointError: the folder holds no composed model, or a damaged one, or one of another version.
+        ConfigError: code that the model was saved with is not given, or code is given that it was not saved with.
     """
     place = place_of(Path(folder), MANIFEST) or resolved(Path(folder))
     manifest = read(place, folder)
@@ -183,7 +181,7 @@ def _saved_projector(name: str, module: nn.Module) -> SavedProjector:
 
 
 def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Raise ConfigError unless the caller gives exactly the code that a manifest names."""
+    """Raise ConfigError, naming the argument `option`, unless `given` holds exactly the code whose import paths are `saved`."""
     if missing := set(saved) - set(given):
         lines = ", ".join(f"{key} {saved[key]}" for key in sorted(missing))
         raise ConfigError(f"this model was saved with code of its own in {option}: {lines}; pass {option}=")

@@ -39,7 +39,7 @@ class PatchRule:
     rounding: Literal["nearest", "up"] = "up"
     """Direction of rounding of sides: up to the next multiple of `patch * merge`, or to the nearest."""
     pinpoints: tuple[tuple[int, int], ...] = ()
-    """(height, width) frames that an image may be fitted into and cut up from, in squares of `side`.
+    """Sizes (height, width), in pixels: an image is scaled to the best one, and cut into squares of `side`.
 
     The whole image is encoded as one more square.
     """
@@ -116,7 +116,7 @@ class PatchRule:
 
 
 def _fit(point: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Return (pixels an image keeps in a frame of (height, width), minus the pixels of the frame that stay empty)."""
+    """Return (pixels that an image keeps when scaled into a frame (height, width), minus the frame's empty pixels)."""
     scale = min(point[1] / width, point[0] / height)
     kept = min(int(width * scale) * int(height * scale), width * height)
     return kept, kept - point[0] * point[1]

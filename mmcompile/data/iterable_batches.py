@@ -134,7 +134,7 @@ class IterableBatches:
         return asked(where, lambda: iter(dataset()))
 
     def _next(self, iterator: Iterator[Sample], epoch: int, taken: int) -> Sample | None:
-        """Return the next sample; None at the end of the epoch."""
+        """Return the next sample, None at the end; the epoch and the number `taken` of samples before it are for errors."""
         where = f"sample {taken} in epoch {epoch} of {named(self._dataset)}"
         try:
             return check_sample(asked(where, lambda: next(iterator)), where)

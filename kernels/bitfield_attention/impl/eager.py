@@ -150,7 +150,7 @@ def _product(rows: torch.Tensor, keys: torch.Tensor, space: torch.Tensor) -> tor
 
 
 def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, finite: bool) -> None:
-    """Add weights @ values to `to` in place. If `finite` is False, weight 0 ignores infinite values; other weights give NaN."""
+    """Add weights @ values to `to`. If `finite` is False, values may be infinite: at weight 0 they add 0, at others NaN."""
     if finite:
         to.baddbmm_(weights, values)
         return

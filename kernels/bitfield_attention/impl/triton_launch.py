@@ -268,7 +268,7 @@ def _fit(tiles: Config, plan: BlockPlan) -> Config:
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x` itself if its rows begin at multiples of 16 bytes, as loads by descriptor require; else a copy."""
+    """Return `x` in `dtype`, copied unless its rows begin at multiples of 16 bytes, as loads by tensor descriptor require."""
     x = x.to(dtype)
     aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride for stride in _strides(x))
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)

@@ -7,8 +7,8 @@
     prefix-LM  Document((Prefix(128), Text(64)))
     video      Video(frames=8, tokens_per_frame=256)          a frame sees itself and earlier ones
 
-Modalities are bit numbers 0..31; text is 0. A causal token carries the bits of the modalities it sees, and is seen
-through the same bits: a part that sees everything is seen by every later token that sees anything.
+Modalities are bit numbers 0..31; text is 0. The bits of a causal token are those of the modalities it sees, and a later token
+sees it if they share a bit. So a part that sees all modalities is seen by every later causal token.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ _EIGHT = np.arange(_SUPERBLOCK)[:, None]
 
 
 def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.ndarray:
-    """Return uint8 classes of pairs (query block, key block), by broadcasting; each holds for any tokens with these summaries."""
+    """Return the `TileClass`, uint8, of pairs (query block, key block), broadcast; GENERAL where summaries cannot decide."""
     islands = (queries["first_island"] <= keys["last_island"]) & (keys["first_island"] <= queries["last_island"])
     some = (queries["first_document"] <= keys["last_document"]) & (keys["first_document"] <= queries["last_document"])
     some &= (queries["causal_any_of"] & keys["any_of"]) != 0
@@ -231,7 +231,7 @@ def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.nda
 
 
 def _as_queries(blocks: Summaries) -> Summaries:
-    """Return the summaries of query blocks that `_classify` reads."""
+    """Return summaries of query blocks for `_classify`; `document` and `island` are a block's only id, 0 if it has several."""
     taken = ("first_document", "last_document", "first_island", "last_island", "begin", "end")
     causal = ("causal_begin", "causal_end", "causal_any_of", "causal_each_of")
     return {name: blocks[name] for name in (*taken, *causal)} | {
@@ -291,7 +291,7 @@ def _reduced(values: Summaries, size: int) -> Summaries:
 
 
 def _padded(x: torch.Tensor, block: int) -> np.ndarray:
-    """Return the rows of `x` [batch, tokens] as an array, filled with zeros up to a whole superblock."""
+    """Return `x` [batch, tokens] as an array, with zeros appended up to a multiple of 8 blocks of `block` tokens each."""
     return np.pad(x.cpu().numpy(), ((0, 0), (0, -x.shape[1] % (block * _SUPERBLOCK))))
 
 

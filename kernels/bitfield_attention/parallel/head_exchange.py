@@ -1,9 +1,7 @@
 """Communication of context-parallel attention: gathers of key/value heads, and sums of their gradients.
 
-Each message has a few heads of all ranks.
-
-A message holds K and V of a token side by side, tokens outermost: [local tokens, B, heads, D + Dv]. Messages of all
-ranks one after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.
+A message holds a few heads of one rank's tokens, K and V of a token side by side: [local tokens, B, heads, D + Dv].
+Messages of all ranks one after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.
 """
 
 from __future__ import annotations

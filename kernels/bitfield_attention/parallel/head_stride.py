@@ -7,7 +7,7 @@ adding up their gradients:
     backward    g + (n - 1) max(g + r, c') + c' + r        c' = 2.5 c; the link does one thing at a time
 
     g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth    r(s): the same with 4 bytes
-    c(s) = seconds per tile * least over caps of (total / programs + longest item)    lists end one item late at most
+    c(s) = seconds per tile * least over caps of (tiles / programs + longest item)    cap: most tiles in a work item
 
 With many heads, a query must see P F / (G BW) keys on average to hide 16-bit forward: F FLOP/s, BW bytes/s,
 G query heads per key head.

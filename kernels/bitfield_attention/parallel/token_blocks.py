@@ -49,7 +49,7 @@ def choose_block(tokens: int, ranks: int) -> int:
 
 
 def padded_length(tokens: int, ranks: int, block: int | None = None) -> int:
-    """Return the number of rows of all ranks under equal block counts; `block` defaults to `choose_block`."""
+    """Return `tokens` rounded up so that every rank has the same number of whole blocks; `block` defaults to `choose_block`."""
     unit = ranks * (block or choose_block(tokens, ranks))
     return max(1, -(-tokens // unit)) * unit
 

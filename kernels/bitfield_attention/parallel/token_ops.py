@@ -21,7 +21,6 @@ def shard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -
     Args:
         x: tensor of any dtype with tokens along `dim`.
         index: [local tokens] int64; -1 is a free row. No token occurs twice.
-        dim: dim of `x` that runs over tokens.
         fill: value of free rows: 0 for words and activations, -100 for labels.
 
     Returns:
@@ -43,8 +42,7 @@ def unshard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) 
     Args:
         x: result of `shard_tokens`, or its gradient.
         index: [local tokens] int64, as given to `shard_tokens`; free rows are dropped.
-        dim: dim of `x` that runs over tokens.
-        tokens: size of the result along `dim`.
+        dim, tokens: dim of `x` that runs over tokens, and size of the result along it.
     """
     rows = x.masked_fill(_free(index, dim, x.ndim), 0)
     # Free rows add zeros to the first token: to leave them out would mean to wait for their number on an accelerator.

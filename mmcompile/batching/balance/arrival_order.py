@@ -80,7 +80,10 @@ class DistTrain(Balancer):
 
 
 def hiding_order(encoder_s: np.ndarray, language_s: np.ndarray, num_last: int) -> np.ndarray:
-    """Return an order, int64 [microbatches], in which each encoder runs behind the language model of the microbatch before."""
+    """Order microbatches so that an encoder takes about as long as the language model of the one before: int64 [microbatches].
+
+    The shortest is first; the `num_last` next shortest are last. Seconds are float64 [microbatches].
+    """
     by_size = np.argsort(encoder_s + language_s, kind="stable").tolist()
     order, last, left = by_size[:1], by_size[1 : 1 + num_last], by_size[1 + num_last :]
     while left:

@@ -122,7 +122,12 @@ def shared(costs: SampleCosts, row: int, microbatch: np.ndarray, num_replicas: i
 def shared_by(
     microbatch: np.ndarray, takes_part: np.ndarray, num_replicas: int, share: Callable[[np.ndarray, int], np.ndarray]
 ) -> np.ndarray:
-    """Like `shared`, with `share` called on the sample indices of a microbatch (ascending) and the number of replicas."""
+    """Return replicas that divide each microbatch's samples: int64 [samples], 0 for samples without work in the component.
+
+    Args:
+        takes_part: bool [samples], True for samples with work in the component.
+        share: function (sample indices of a microbatch, number of replicas) -> replica of each of these samples.
+    """
     replica = np.zeros(len(microbatch), dtype=np.int64)
     for _, members in groups(np.where(takes_part, microbatch, ABSENT)):
         replica[members] = share(members, num_replicas)
@@ -130,9 +135,6 @@ def shared_by(
 
 
 def equal_runs(count: int, parts: int) -> np.ndarray:
-    """Cut `count` items into `parts` runs whose sizes differ by at most 1, larger ones first.
-
-    Return each item's run, int64 [count].
-    """
+    """Cut `count` items into `parts` runs, sizes differing by at most 1, larger first; return each item's run, int64 [count]."""
     size, larger = divmod(count, parts)
     return np.repeat(np.arange(parts), size + (np.arange(parts) < larger))

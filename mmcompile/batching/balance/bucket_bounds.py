@@ -36,7 +36,7 @@ def step_bound(costs: SampleCosts, grid: Grid) -> float:
 
 
 def scaled(costs: SampleCosts, grid: Grid) -> np.ndarray:
-    """Return costs per bucket of the last component, float64 [components, samples].
+    """Return the cost that each sample adds to its bucket in each component, float64 [components, samples].
 
     A bucket is one microbatch of one replica of the last component. A component with another number of replicas divides the
     samples of microbatch k of all replicas among its own, so costs are multiplied by the ratio of replica counts.

@@ -68,7 +68,7 @@ class Joint(Balancer):
         return best.bucket
 
     def _memories(self, costs: SampleCosts, grid: Grid) -> list[np.ndarray]:
-        """Return memory of samples over the limit of a bucket: float64 [1, samples] for each component with a limit."""
+        """Return samples' memory as a fraction of a bucket's limit: float64 [1, samples] for each component with a limit."""
         rows = []
         for name, limit in self.memory_limits.items():
             if name not in costs.components or costs.memory_bytes is None:
@@ -107,7 +107,7 @@ def _refined(shares: np.ndarray, num_times: int, weights: np.ndarray, num_bucket
 
 
 def _dealt(times: np.ndarray, bucket: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Deal buckets to replicas in a snake by load, and order those of each replica to hide encoder time.
+    """Deal buckets by load to replicas 0 to n, then n to 0, and so on; order those of each replica to hide encoder time.
 
     Returns:
         Replica and microbatch of each sample, int64 [samples] each.

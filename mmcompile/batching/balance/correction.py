@@ -49,11 +49,11 @@ class Correction:
     buckets_per_octave: int = 2
     """Number of shape buckets per doubling of the predicted cost."""
     memory: float = 0.95
-    """Factor that weights past measurements at each step: exponential forgetting."""
+    """Factor by which the weight of past measurements shrinks at each step (exponential forgetting)."""
     spread: float = 0.3
     """Assumed standard deviation of a bucket's ratio around its component's common ratio, relative to that ratio."""
     clip: float = 1.5
-    """Factor to which a microbatch's time over or under the expected is clipped: it may have been interrupted.
+    """Largest factor between measured and expected time of a microbatch; larger ones are clipped, as interruptions cause them.
 
     The limit does not apply if most microbatches of the step deviate as much.
     """
@@ -239,7 +239,7 @@ class _Learned:
         self._factors = self._solve()
 
     def _clipped(self, surprise: np.ndarray) -> np.ndarray:
-        """Return log ratios of measured to expected seconds, clipped around their median. Updates the noise."""
+        """Return `surprise`, log ratios of measured to expected seconds, clipped around its median; update the noise estimate."""
         middle = float(np.median(surprise))
         deviation = 1.4826 * float(np.median(np.abs(surprise - middle)))  # of a normal distribution
         self._noise = _mixed(self._noise, deviation, self._settings.memory)
@@ -279,10 +279,7 @@ def _mixed(old: float, new: float, memory: float) -> float:
 
 
 def _keys(costs: np.ndarray, settings: Correction) -> np.ndarray:
-    """Return the shape bucket of each cost, int64: floor(log2(cost) * buckets_per_octave).
-
-    A cost of 0 gets an arbitrary bucket.
-    """
+    """Return the shape bucket of each cost, int64: floor(log2(cost) * buckets_per_octave); an arbitrary one for cost 0."""
     present = np.where(costs > 0, costs, 1.0)
     return np.floor(np.log2(present) * settings.buckets_per_octave).astype(np.int64)
 
@@ -306,10 +303,7 @@ def _evidence(buckets: np.ndarray, costs: np.ndarray, seconds: np.ndarray, setti
 
 
 def _corrected(costs: SampleCosts, learned: Mapping[str, _Learned]) -> SampleCosts:
-    """Return costs corrected by the learned ratios.
-
-    Components not in `learned` are scaled by the geometric mean of those that are.
-    """
+    """Return costs times the learned ratios; components not in `learned` are scaled by the geometric mean of the others."""
     common = math.exp(float(np.mean([math.log(component.scale) for component in learned.values()])))
     rows = [
         learned[name].corrected(row) if name in learned else row * common

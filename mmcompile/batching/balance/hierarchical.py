@@ -23,9 +23,9 @@ class Defer(StrEnum):
     NONE = "none"
     """No deferral: every component computes a sample in the same microbatch."""
     CRITICAL = "critical"
-    """Deferral only in microbatches that would exceed the longest one necessary, as in the thesis."""
+    """Deferral only in microbatches that would exceed the least time in which all can end, as in the thesis."""
     ALL = "all"
-    """Deferral in every overloaded microbatch."""
+    """Deferral in every overloaded microbatch: the half with the most language-model work."""
 
 
 @final
@@ -66,7 +66,7 @@ class Hierarchical(Balancer):
         return assignment_of(costs, grid, replicas, [*[early] * last, late])
 
     def _replica(self, encoder: np.ndarray, language: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return encoder and language-model microbatch of each sample of one replica, int64 [samples] each, in run order."""
+        """Return encoder and language-model microbatch (below `most`, in run order) of a replica's samples, int64 [samples]."""
         count = effective_microbatches(encoder, most)
         early = stratified(encoder, language, count)
         if self.defer is Defer.NONE:

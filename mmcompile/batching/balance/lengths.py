@@ -99,12 +99,11 @@ def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None
 
 
 def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    """Fill batches of similar lengths up to the largest even sum, the rest by LPT.
+    """Fill batches of similar lengths up to a bound, the rest by LPT; return the bin of each sample, int64 [samples].
 
-    Return the bin of each sample, int64 [samples].
-
-    Source: OrchMLLM Algorithm 5. The bound is the largest sum of Algorithm 1. As printed, a batch is measured by the sequence
-    added last, which is its shortest; this function uses the padded length, that of the first and longest.
+    Source: OrchMLLM Algorithm 5. The bound is the largest sum of lengths in a bin that Algorithm 1 gives. As printed, a batch is
+    measured by
+    the sequence added last, which is its shortest; this function uses the padded length, that of the first and longest.
 
     Args:
         lengths: int [samples] in tokens, at least 1.
@@ -125,7 +124,7 @@ def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _spread_runs(order: np.ndarray, ends: list[int]) -> np.ndarray:
-    """Return bin i for the samples of run i of `order`, and -1 for the samples after the last run: int64 [samples]."""
+    """Return bin i for the samples in `order` from ends[i] to ends[i + 1], and -1 for those after the last: int64 [samples]."""
     bins = np.full(len(order), -1, dtype=np.int64)
     for index, (start, end) in enumerate(pairwise(ends)):
         bins[order[start:end]] = index

@@ -16,15 +16,12 @@ _MIN_ROUND = 96
 
 
 def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> np.ndarray:
-    """Assign samples to bins by LPT; return the bin of each sample.
+    """Assign samples to bins by LPT; return the bin of each sample, int64 [samples].
 
     Args:
         weights: [samples], none negative. Equal weights are taken in order of samples.
         num_bins: bins; of equally light ones the first is taken.
         start: load [bins] that is there before; zeros if not given.
-
-    Returns:
-        int64 [samples].
     """
     order = np.argsort(-weights, kind="stable")
     return place_in_order(weights, order, num_bins, start)
@@ -33,13 +30,14 @@ def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> 
 def place_in_order(
     weights: np.ndarray, order: np.ndarray, num_bins: int, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Assign samples in the given order, each to the lightest bin (list scheduling).
+    """Assign samples in the given order, each to the lightest bin (list scheduling); return the bin of each, int64 [samples].
 
     Within 2 - 1/bins of the optimum for any order.
 
     Args:
         weights: [samples].
         order: int [taken]: samples to place, first to last; the others get bin -1.
+        start: load [bins] that is there before; zeros if not given.
     """
     loads = np.zeros(num_bins) if start is None else np.array(start, dtype=np.float64)
     sorted_weights = weights[order].astype(np.float64)
@@ -59,7 +57,7 @@ def place_in_order(
 
 
 def _round(loads: np.ndarray, weights: np.ndarray, bins: np.ndarray, done: int) -> int:
-    """Place samples from position `done` on while each goes to a different bin in order of load; return their number."""
+    """Place samples from `done` on, one per bin by ascending load, until a used bin would be lightest; return their number."""
     lightest = np.argsort(loads, kind="stable")[: len(weights) - done]
     sums = loads[lightest]
     after = sums + weights[done : done + len(lightest)]

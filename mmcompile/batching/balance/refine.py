@@ -9,10 +9,10 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 _SPARE = 3
-"""Number of free places of a bucket beside its largest count: exchanging a sample with a free place moves the sample."""
+"""Number of empty places in the fullest bucket: to move a sample, it is exchanged with an empty place."""
 _LEAST_GAIN = 1e-12
 OVER = 100.0
-"""Factor on a bucket's memory share in its height if it exceeds its memory limit; more than any relative time."""
+"""Factor that ranks buckets over their memory limit first: their height is this times the memory share, not a relative time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,16 +89,13 @@ class Buckets:
         return height
 
     def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return heavy buckets and a partner of each, matched so that half of both their loads is lowest."""
+        """Return (heavy buckets, partner of each in `others`), so that means of both loads are low; `failed` penalizes pairs."""
         halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
         rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
         return heavy[rows], others[columns]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
-        """Exchange one sample of each heavy bucket with one of its partner where that lowers the higher; return bool [pairs].
-
-        Exchanged.
-        """
+        """Exchange a sample of each heavy bucket with one of its light partner; return bool [pairs]: False where none helps."""
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(

@@ -14,7 +14,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 _RESOLUTION = 4096
-"""Number of units into which the work of an overloaded microbatch is rounded, unless it is a smaller whole number."""
+"""Number of equal units that a microbatch's work is divided into, to round its samples; whole numbers below it are exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,12 @@ def pairwise_deferral(microbatches: Sequence[np.ndarray], *, everywhere: bool = 
 
 
 def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, threshold: float) -> np.ndarray:
-    """Return the column matched to each row, int64 [rows], within the threshold and with the least sum of squared times."""
+    """Return the column matched to each row, int64 [rows], with the least sum of squared times that are within the threshold.
+
+    Args:
+        over, under: work of the overloaded microbatches (rows) and of the underloaded ones (columns).
+        handed: work that a row defers to a column, float64 [rows, columns].
+    """
     rows, columns = over[:, None] - handed, under + handed
     late = np.maximum(rows, columns) > threshold
     squares = rows**2 + columns**2
@@ -151,10 +156,7 @@ def bottleneck_match(paired: np.ndarray, alone: np.ndarray) -> tuple[float, np.n
 
 
 def _match(paired: np.ndarray, alone: np.ndarray, threshold: float) -> np.ndarray | None:
-    """Return the column of each critical row, -1 for other rows, int64 [rows].
-
-    None if no such matching exists (Hopcroft-Karp).
-    """
+    """Return the column of each critical row (`alone` > threshold), int64 [rows], -1 for the rest; None if not all have one."""
     critical = np.flatnonzero(alone > threshold)
     partner = np.full(len(alone), -1, dtype=np.int64)
     if len(critical):

@@ -128,7 +128,7 @@ def step_time(shape: StepShape) -> StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Units of one component, each as the integer replica * (units per replica) + number."""
+    """Microbatches of one component in all replicas, each as the integer replica * span + number, called its unit."""
 
     span: int
     of_sample: np.ndarray
@@ -195,7 +195,7 @@ def step_units(
 
 
 def _backwards(shape: StepShape) -> dict[str, list[bool]]:
-    """Return component -> bool per stage: True if it runs a backward, because it or an earlier stage that feeds it has one."""
+    """Return component -> bool per stage: True if it runs a backward, as it or an earlier stage that feeds it is trained."""
     found: dict[str, list[bool]] = {}
     for component, shares in shape.stages.items():
         is_last = len(found) + 1 == len(shape.stages)

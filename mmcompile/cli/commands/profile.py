@@ -28,7 +28,7 @@ from mmcompile.runtime.runtime_probe import probe_runtime
 
 _MEDIA = ("images", "image_size", "audios")
 _LEAST_TEXT = 8
-"""Text tokens of a sample, besides those of its images and sounds."""
+"""Least number of text tokens of a sample, besides those of its images and sounds."""
 
 
 @with_config
@@ -83,7 +83,7 @@ def profile(
 
 
 def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
-    """`"64,256"` -> `(64, 256)`. Raises ConfigError."""
+    """Return the numbers in a text such as `64,256`, ascending; `default` for None. Raises ConfigError."""
     if text is None:
         return tuple(default)
     parts = [part.strip() for part in text.split(",")]
@@ -93,10 +93,10 @@ def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) -> list[dict[str, Any]]:
-    """Microbatches of about so many tokens of the language model, each size as one sample, then as 2, 4, 8, ... of them.
+    """Return microbatches of about `sizes` language-model tokens: of each size one with 1 sample, then one with 2, 4, 8, ...
 
-    So tokens are distinguished from squares of lengths, and encoders get different numbers of images. A sample is at least as
-    long as its images and sounds need.
+    Varying lengths separate the cost of tokens from that of squared lengths, and encoders get different numbers of images. A
+    sample is at least as long as its images and sounds need.
     """
     first = example_batch(model, batch_size=1, text_tokens=_LEAST_TEXT, **media)
     taken = first["input_ids"].shape[1] - _LEAST_TEXT
@@ -121,7 +121,7 @@ def _device(cluster: Cluster, runtime: bool) -> torch.device:
 
 @contextlib.contextmanager
 def _progress() -> Generator[Callable[[str, float], None]]:
-    """A bar on standard error; yields what moves it."""
+    """Show a bar on standard error; yield the function (text beside the bar, fraction done) that updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors(), transient=True) as bar:
         task = bar.add_task("measuring", total=1.0)

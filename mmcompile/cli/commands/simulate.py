@@ -28,7 +28,7 @@ from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience
 
 Emission = Literal["text", "png", "chrome"]
 _OF_A_RUN = ("plan", "trace", "trace_unit", "seed", "emit", "output", "json")
-"""Parameters that have an effect beside --trace."""
+"""Parameters of the command that have an effect if --trace is given."""
 
 
 @with_config
@@ -120,7 +120,7 @@ def _check(model: str | None, stats: str | None, emit: Emission, output: Path | 
 
 
 def _check_trace(context: typer.Context, trace: Path | None, unit: TimeUnit | None, emit: Emission) -> None:
-    """Refuse options that have no effect beside a trace, or without one. Raises ConfigError."""
+    """Raise ConfigError for options that have no effect together with --trace, and for --trace-unit without it."""
     if trace is None:
         if unit is not None:
             raise ConfigError("--trace-unit has no effect without --trace; drop it, or give the trace")

@@ -154,7 +154,7 @@ def train(
 
 
 def _refuse_elastic(elastic: ElasticConfig, **given: object) -> None:
-    """Refuse options of runs with templates in a run without them. Raises ConfigError."""
+    """Raise ConfigError for options that only runs with templates have: fields of `elastic`, and other options in `given`."""
     typed = {flag(own): getattr(elastic, own.name) != own.default for own in fields(elastic)}
     for option, value in (typed | {f"--{name}": value is not None for name, value in given.items()}).items():
         if value:
@@ -169,7 +169,7 @@ def _planned(
     request: PlanRequest,
     nodes: int | None,
 ) -> tuple[Plan, CapturedModel, Sequence[Sample]]:
-    """Return the plan, what it is captured on, and the samples in that batch."""
+    """Return the plan, read from `path` or made; the model with the batch to capture it on; and the samples in this batch."""
     stored = None if path is None else Plan.load(path)
     count = request.num_microbatches or DEFAULT_MICROBATCHES
     if stored is not None:
@@ -203,7 +203,7 @@ def _run(
 
 
 def _rate(metrics: StepMetrics) -> str:
-    """Return tokens with a label a second; samples where the model does not count tokens."""
+    """Return the speed of a step as text: tokens with a label per second; samples per second if tokens are not counted."""
     if metrics.num_tokens:
         return f"{metrics.num_tokens / metrics.seconds:,.0f} tokens/s"
     return f"{metrics.num_samples / metrics.seconds:,.0f} samples/s"
