@@ -117,7 +117,7 @@ def _bus(link: Interconnect, num_ranks: int) -> float:
 
 
 def _bus_bandwidth(algorithm: Algorithm, protocol: Protocol, near: int, nodes: int, cluster: Cluster) -> float:
-    """Return the bus bandwidth under a protocol, bytes/s; 0 if NCCL does not offer the protocol in this case."""
+    """Return the bus bandwidth in bytes/s over `nodes` nodes of `near` ranks each; 0 if NCCL has no such protocol there."""
     generation = GENERATIONS.index(cluster.device.generation)
     scale = min(nodes, 3) - 1
     channels = CHANNELS[generation] * 1e9

@@ -47,9 +47,9 @@ class LayerCost:
     working_bytes: int = 0
     """Bytes held only while the layer runs its backward: recomputed activations."""
     shared_bytes: int = 0
-    """Further bytes kept by a stage that begins with this layer: values, such as masks, that earlier layers read and count."""
+    """Further bytes kept if a stage begins with this layer: values, such as masks, that are counted for an earlier layer."""
     unsaved_bytes: int = 0
-    """Further bytes kept, under recomputation only: values that several layers read and this layer reads first."""
+    """Further bytes that this layer keeps for layers that recompute: values that it is the first of several layers to read."""
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""
     kept_kernels: int = 0

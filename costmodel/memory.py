@@ -27,8 +27,8 @@ def recomputed(cost: LayerCost, recompute: Recompute, *, mixed: bool = False) ->
             products, convolutions and attention, and repeats the rest: bytes and kernels, no FLOPs. "full" keeps what
             it reads from outside and repeats all of its forward. (torch stops repeating once all that backward needs is
             there, so that the last product of a layer is not run again; not modelled.)
-        mixed: other layers of the stage compute again. A layer that keeps everything then also counts the values that
-            it is the first of several to read, for they are kept for the others.
+        mixed: True if other layers of the stage recompute. A layer that keeps everything then also counts `unsaved_bytes`:
+            values that it is the first to read and that are kept for the others.
 
     Returns:
         The cost with `activation_bytes` of what is kept, a dearer backward, and the repeated activations, alive while

@@ -113,7 +113,7 @@ def tensor_parallel(
 
 
 def _added_up_s(count: int, num_bytes: int, degree: int, cluster: Cluster) -> float:
-    """Return the exposed seconds of `count` all-reduces of equal size."""
+    """Return the seconds of `count` all-reduces of equal size, `num_bytes` together, over `degree` ranks of one node."""
     return count * collective_s("all_reduce", num_bytes / count, degree, cluster) if count else 0.0
 
 
@@ -212,5 +212,5 @@ def _exposed(exchange_s: float, attention_s: float, steps: int) -> float:
 
 
 def _moved(num_bytes: int, parameter_bytes: int, degree: int) -> int:
-    """Return the bytes that one rank moves: all parameter bytes, and its share of all other bytes."""
+    """Return the bytes that a rank reads and writes in its memory: all parameters, and 1 / `degree` of all other bytes."""
     return min(num_bytes, parameter_bytes) + max(0, num_bytes - parameter_bytes) // degree

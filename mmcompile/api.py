@@ -263,7 +263,7 @@ def parallelize(
         plan: as made by `plan`; by default it is made here, for `cluster`.
         cluster: as for `plan`, when no plan is given; likewise num_microbatches, stages, projector, schedule, recompute,
             autocast, attention, context_parallel, tensor_parallel, replicas and fsdp.
-        packing: as for `plan`. With a plan for packed samples it is needed too: what stands for a microbatch.
+        packing: as for `plan`; needed too with a plan for packed samples, which are captured in place of `batch`.
         balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
             (`mmcompile.batching.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest,
             and arrival order where that is as good.

@@ -26,7 +26,7 @@ from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 
 
 def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return the model, built without weights where a path is given, and a batch for it."""
+    """Return (model, batch): a path's model is built without weights; a missing batch is an example made from its config."""
     module = model if isinstance(model, nn.Module) else skeleton(model)
     return module, example_batch(module) if batch is None else batch
 
@@ -40,7 +40,7 @@ class CapturedModel:
     packing: Packing | None = None
     """Isolation of the documents packed into `batch`; None for a padded batch."""
     num_samples: int | None = None
-    """Number of samples in the batch; None if its shapes determine it."""
+    """Number of samples packed into the batch; None if the shapes of the batch give the number."""
 
     @classmethod
     def of(
@@ -89,7 +89,7 @@ def padding(model: nn.Module) -> dict[str, int]:
 
 
 def captured_step(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
-    """Return the captured training step of a model, with gradient flow annotated."""
+    """Return the captured training step, with gradient flow annotated; sizes that differ in the batch `dynamic` stay symbolic."""
     return annotated(_capture(model, batch, dynamic=dynamic))
 
 

@@ -18,9 +18,9 @@ from typing import Any, Final, Literal, cast, get_args, get_origin, get_type_hin
 from mmcompile.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
-"""Recomputation in the backward of a layer.
+"""Activations that a layer's backward computes again, instead of keeping them from the forward.
 
-Nothing; all but results of products, convolutions and attention; or everything but the layer's inputs.
+None; all but the results of products, convolutions and attention; or all but the layer's inputs.
 """
 Recomputation = Recompute | Literal["auto"]
 """Recomputation of a plan: one mode for all layers, or for each layer the mode that its rank's memory needs."""
@@ -29,14 +29,14 @@ ScheduleKind = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 ProjectorPlacement = Literal["with_encoder", "alone", "with_language_model"]
 """Chain that computes a projector: its encoder's, one of its own, or the language model's."""
 EncoderPlacement = Literal["disjoint", "colocated"]
-"""Chains on ranks of their own; or all components in one line, encoder layers before the language model's on its ranks."""
+"""Placement of encoders: on ranks of their own; or on the language model's ranks, their layers in line before its layers."""
 Attention = Literal["model", "bitfield"]
-"""Attention of the language model: the model's own, or masks as words of one int64 a token."""
+"""Attention of the language model: the model's own, or a kernel whose mask is one int64 a token (mask words)."""
 Reduction = Literal["fast", "fp64", "fixed"]
 """Arithmetic that adds up gradients: torch's, in order of ranks; float64; or whole numbers, whose sum does not depend on the
 order, so that it is the same whichever ranks computed the microbatches (`mmcompile.runtime.optim.arithmetic`)."""
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-"""Type of parameters."""
+"""Data type of parameters."""
 Strategy = Literal[
     "auto",
     "loosely-coupled",
@@ -261,7 +261,7 @@ class PlanRequest(_Options):
             )
 
     def _check_without_search(self) -> None:
-        """Refuse what only a search uses. Names in backticks are shown as options on the command line."""
+        """Raise ConfigError if an option is given that needs `global_batch`. The CLI prints `name` in its message as `--name`."""
         if self.stats is not None:
             raise ConfigError(
                 "`stats` has no effect without `global_batch`: every microbatch is the example batch then; say how many samples "

@@ -123,7 +123,7 @@ def elastic_job(
     save_every: int | None = None,
     on_capture: Callable[[int], None] | None = None,
 ) -> ElasticJob:
-    """Capture a model by layers, also for the loads of the first steps, and return the job that a run's workers share.
+    """Return the job that a run's workers share: the model captured layer by layer, for the first steps' batch sizes too.
 
     Args:
         model: module with real weights; `ElasticEngine.pull` copies trained weights into it.
@@ -131,7 +131,6 @@ def elastic_job(
         plan: plan with `fault_tolerance`, of one device a stage.
         data: the samples of each step (`mmcompile.MapBatches` or `mmcompile.IterableBatches` of a dataset); a sample is one
             conversation, as a processor returns it.
-        num_steps: total number of optimizer steps.
         folder: new folder for the log, the events, and the checkpoint.
         seed: seed of random numbers in the model.
         optimizer, groups, scheduler, clip_norm, compile, pad, collate: as for `Engine`.
@@ -195,7 +194,7 @@ def elastic_job(
 
 
 def _resilience(plan: Plan) -> Resilience:
-    """Return the plan's templates, if workers can run them. Raises PlanError."""
+    """Return the plan's templates. Raises PlanError if there are none, or if a template's stage is on several devices."""
     found = plan.resilience
     if found is None:
         raise PlanError("the plan has no templates for the day nodes die: plan with fault_tolerance=1 or more")
@@ -208,12 +207,12 @@ def _resilience(plan: Plan) -> Resilience:
 
 
 def compile_layers(job: ElasticJob) -> int:
-    """Compile every distinct layer of the first steps, for all workers started later; return the number of graphs."""
+    """Compile each distinct layer of the first steps before workers are forked, which inherit it; return the number of graphs."""
     return warm_up(_first_microbatches(job), job.patterns.parameters())
 
 
 def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
-    """Return one microbatch of each pattern in the first steps, captured here so that all workers have the patterns."""
+    """Return one microbatch for each capture (pattern) that the first steps need; workers forked later have these captures."""
     stages = tuple(PlacedStage(name=stage.name, ranks=(0,), depth=stage.depth) for stage in job.layers.stages)
     placement = Placement(stages=stages, num_microbatches=job.resilience.num_microbatches)
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
@@ -233,6 +232,6 @@ def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
 
 
 def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """Return the costs of samples in a whole pipeline, which is one component that computes all of a sample."""
+    """Return the cost of each sample summed over all components, as a single component: a pipeline computes all of a sample."""
     costs = costs_of_samples(plan, samples)
     return SampleCosts(components=("",), costs=costs.costs.sum(axis=0, keepdims=True))

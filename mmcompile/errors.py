@@ -35,7 +35,7 @@ class ConfigError(MMCompileError):
 
 
 class MaskError(MMCompileError):
-    """Words of an attention mask cannot express the request, or were built wrongly."""
+    """Mask words (one int64 a token) cannot express the requested attention mask, or were built wrongly."""
 
 
 class CheckpointError(MMCompileError):
@@ -43,7 +43,7 @@ class CheckpointError(MMCompileError):
 
 
 class OutputError(MMCompileError):
-    """A file could not be written (no such folder, no permission, disk full); what was there is untouched."""
+    """A file could not be written (no such folder, no permission, disk full); a file of its name that was there is unchanged."""
 
 
 class EngineError(RuntimeError):
@@ -51,4 +51,4 @@ class EngineError(RuntimeError):
 
 
 class VerifyError(AssertionError):
-    """A graph broke a rule of ours: a bug in mmcompile, printed with the lines around the bad node."""
+    """A graph breaks a rule that passes rely on: a bug in mmcompile or a user's pass. The message shows the lines at fault."""

@@ -46,7 +46,7 @@ from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
 
 _KEPT = 2
-"""Largest number of unsharded tensors that a note lists."""
+"""Largest number of tensors that a note lists as not sharded; it only counts further ones."""
 
 OnPhase = Callable[[str, float], None]
 """Callback that receives the name of a planning phase and its seconds."""
@@ -94,7 +94,7 @@ class PlanInputs:
 
 
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
-    """Return the search space of a request: all degrees with a global batch, else only what the engine runs."""
+    """Return the choices to search: without a global batch what the engine runs, else all, CP only if `can_share_tokens`."""
     if request.global_batch is None:
         space = SearchSpace(microbatches=(request.num_microbatches or DEFAULT_MICROBATCHES,))
     else:
@@ -113,7 +113,7 @@ def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bo
 
 
 def _tensor_degrees(request: PlanRequest, space: SearchSpace) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees to search, for any chain."""
+    """Return the tensor-parallel degrees to search, the same for all chains."""
     match request.tensor_parallel:
         case None:
             return space.tp
@@ -286,7 +286,7 @@ def _proven(
 def _relaxed(
     search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate with recomputation chosen by layer, and a note, if it is faster than one mode for all layers."""
+    """Return `best` with recomputation chosen layer by layer, and a note on it, if that is faster; else `best` without a note."""
     if not recomputes_by_layer(request):
         return best, ()
     found = by_layer(search, best, inputs.constraints)
@@ -297,7 +297,7 @@ def _relaxed(
 
 
 def _components(graph: ModelGraph, given: Components | None) -> tuple[str, ...]:
-    """Return the components that an option's value names."""
+    """Return the names of the components that an option gives: all for True, none for False or None."""
     if isinstance(given, bool):
         return tuple(component.name for component in graph.components) if given else ()
     return tuple(given or ())
@@ -311,7 +311,7 @@ def _replicas(graph: ModelGraph, request: PlanRequest) -> Mapping[str, int]:
 
 
 def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:
-    """Return the components whose replicas shard their parameters (FSDP). Raises PlanError."""
+    """Return the components whose replicas shard their parameters (FSDP). Raises PlanError for an unknown name."""
     chosen = _components(graph, request.fsdp)
     names = [component.name for component in graph.components]
     unknown = [name for name in chosen if name not in names]
@@ -323,7 +323,7 @@ def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:
 
 
 def _check_shared(plan: Plan, fsdp: Components | None) -> None:
-    """Raise PlanError if parameters are to be sharded over a single replica."""
+    """Raise ConfigError if `fsdp` has no effect: a named component, or with True every chain, has a single replica."""
     for name in () if isinstance(fsdp, bool) else fsdp or ():
         chain = next(chain for chain in plan.chains if name in chain.components)
         if not chain.fsdp:
@@ -347,7 +347,7 @@ def _tensor_note(name: str, degree: int, own: TensorAxes) -> str:
 
 
 def _linked(captured: Capture, plan: Plan) -> Plan:
-    """Return the plan with the tensors that stages exchange; a plan that runs layers in several stages has no such programs."""
+    """Return the plan with links and shared values from the captured graph; unchanged if several stages run the same layer."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
     if len(set(layers)) < len(layers):
         return plan
@@ -358,9 +358,10 @@ def _linked(captured: Capture, plan: Plan) -> Plan:
 def _with_shared_tokens(
     graph: ModelGraph, table: CostTable, num_ranks: int, inputs: PlanInputs, dtype: str
 ) -> CostTable:
-    """Return the table with one rank's costs of the component whose tokens are shared, known at the captured load only.
+    """Return the table with the loss component's costs as those of one of `num_ranks` ranks that share its tokens.
 
-    Nothing is measured at a load that is not known; then no component is, for measured and analytic seconds do not compare.
+    These costs hold only for the captured batch, so the component has no load, by which seconds could be measured. With a
+    calibration no component has one: then all seconds are analytic, as measured and analytic ones do not compare.
     """
     shared = SharedTokens(graph=graph, num_ranks=num_ranks, cluster=inputs.cluster, dtype=dtype)
     layers = shared.costs(table.layers)
@@ -389,7 +390,7 @@ def _check_calibration(inputs: PlanInputs, dtype: str) -> None:
 
 
 def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:
-    """Return (producer, consumer) -> first layer of the consumer that reads the producer."""
+    """Return (producer component, consumer component) -> index of the consumer's first layer that reads the producer."""
     first: dict[tuple[str, str], int] = {}
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" else ():

@@ -60,7 +60,6 @@ def profile(
         model: model with the `requires_grad` flags it will train with.
         batches: microbatches of different sizes, all with every modality.
         device_name: name of the device in clusters.
-        rounds: number of rounds of each measurement.
         on_progress: called before each measurement.
 
     Raises:
@@ -185,7 +184,7 @@ class _LayerRun:
     parameters: Sequence[nn.Parameter]
     """Parameters of the layer that train."""
     roots: Sequence[int]
-    """Positions of the results from which the backward starts."""
+    """Indices of the layer's results from which the backward starts."""
     seeds: Sequence[Tensor]
     """Gradients of the results at `roots`, in order; () for a layer that only runs forward."""
 

@@ -28,7 +28,7 @@ _COST = Cost()
 def graph_passes(
     attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass]
 ) -> dict[str, tuple[AnyPass, ...]]:
-    """Return the passes that planning and stages begin with, by name: those that see the model as one device computes it.
+    """Return pass name -> passes, for those that run first in planning and in stages, on the model as one device computes it.
 
     Args:
         attention: the language model's.
@@ -43,7 +43,7 @@ def graph_passes(
 
 
 def _planning_passes(attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass] = ()) -> tuple[AnyPass, ...]:
-    """Return the passes of `PLANNING` that a request needs, in order; gradient-flow has run at capture."""
+    """Return the passes of `PLANNING` that a request needs, in order; gradient-flow is left out, as it runs at capture."""
     passes = graph_passes(attention, autocast, own)
     return in_order(PLANNING, {**passes, "modality-dag": (ModalityDag(),), "cost": (_COST,)})
 
@@ -76,7 +76,6 @@ def context_parallel(graph: ModelGraph, num_ranks: int, head_stride: int) -> Con
     """Return the pass that splits the tokens of the component that ends in the loss.
 
     Args:
-        graph: the model.
         num_ranks: ranks that share the tokens, 2 or more.
         head_stride: key/value heads exchanged at a time; 0 for all.
     """
@@ -89,12 +88,12 @@ def with_context_parallel(capture: Capture, num_ranks: int, head_stride: int) ->
     """Return a capture with the tokens of its language model split over ranks, annotated by gradient-flow.
 
     Args:
-        capture: with attention under words.
+        capture: capture whose language model attends by mask words (`bitfield-attention`).
         num_ranks: ranks that share the tokens; 1 leaves the capture as it is.
         head_stride: key/value heads exchanged at a time; 0 for all.
 
     Raises:
-        PlanError: no attention of the language model is under words, or a layer mixes tokens in another way.
+        PlanError: the language model has no attention by mask words, or a layer mixes tokens in another way.
     """
     if num_ranks == 1:
         return capture

@@ -189,7 +189,7 @@ def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
 def _stage_bytes(
     study: Study, plan: Plan, chain: Chain, stage: Stage, pricing: Pricing, worst: Mapping[str, Load]
 ) -> int:
-    """Return peak bytes of a stage if one microbatch in flight is the heaviest and the others are average."""
+    """Return a stage's peak bytes with one microbatch in flight of load `worst` (by component), and the others average."""
     predicted = stage.prediction
     if not predicted.in_flight:
         return predicted.total_bytes
@@ -206,7 +206,7 @@ def _stage_bytes(
 
 
 def _culprit(study: Study, samples: Sequence[str]) -> str:
-    """Describe the heaviest sample: `sample 10482 (31 images, 23064 patches, 900 text tokens) and 7 more: `."""
+    """Describe the first of the named samples, and count the others: `sample 10482 (31 images, ..) and 7 more like it`."""
     stats = study.workload.stats
     if stats is None or not samples:
         return "the example batch: "

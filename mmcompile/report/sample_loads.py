@@ -19,7 +19,7 @@ from mmcompile.report.study import Study
 def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) -> dict[str, list[float]]:
     """Return chain -> seconds of each microbatch of its first replica, relative to the plan's prediction.
 
-    At each slot, the samples of all replicas of the last chain are shared evenly by the replicas of the others.
+    The i-th microbatches of all replicas of the last chain together hold the samples that every other chain's replicas share.
     """
     pricing = study.pricing(plan)
     samples, replicas = slot_samples(plan, study, plan.chains[-1]), plan.chains[-1].dp
@@ -35,7 +35,7 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
 
 
 def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
-    """Return the number of samples that one replica of a chain gets in one slot."""
+    """Return the number of samples in a microbatch of one replica of a chain; below 1 if replicas share too few samples."""
     return (plan.microbatch_samples or float(study.graph.num_samples)) * plan.chains[-1].dp / chain.dp
 
 
@@ -54,7 +54,7 @@ _Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
-    """Return component -> loads of the microbatches of the chain's first replica."""
+    """Return component -> loads of `count` microbatches of a chain's first replica, from those of the last chain's `replicas`."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:

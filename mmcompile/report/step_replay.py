@@ -157,13 +157,13 @@ def replay(
 
 
 def _placed(plan: Plan, groups: Sequence[RankGroup]) -> list[Stage]:
-    """Return all stages, each placed on the number of its group as its rank."""
+    """Return all stages, each with the index of its group as its only rank: one simulated rank stands for a group."""
     number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
     return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
 
 
 def stage_groups(plan: Plan) -> tuple[RankGroup, ...]:
-    """Return the stages joined if they share a rank, in order of their first stage."""
+    """Return the stages as groups that share ranks, in order of each group's first stage."""
     groups: list[list[Stage]] = []
     for stage in plan.stages:
         ranks = set(stage.ranks)
@@ -177,10 +177,7 @@ def stage_groups(plan: Plan) -> tuple[RankGroup, ...]:
 
 
 def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
-    """Return (source stage, target stage) -> seconds of one message, equal for the tensor and its gradient.
-
-    The shards of a stage send their parts in parallel.
-    """
+    """Return (source stage, target stage) -> seconds of a message or its gradient; a stage's shards send in parallel."""
     seconds: dict[tuple[str, str], float] = {}
     widths = {stage.name: chain.tp * chain.cp for chain in plan.chains for stage in chain.stages}
     for link in plan.links:

@@ -17,13 +17,13 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
     Times [s], sizes [bytes].
 
-    `recompute` is a mode, or of how many layers: `"full 3 of 8 layers"`; that of a stage has the mode of each of its
-    layers, null for one with nothing to win, and is empty if the plan has no layers.
+    `recompute` is text, a mode or modes with numbers of layers: `"full 3 of 8 layers"`. That of a stage is the list of its
+    layers' modes, null where recomputation saves nothing; it is empty if all its layers keep everything.
 
     `templates` has one object for each number of nodes that a pipeline is planned for, fewest nodes first: `nodes`;
     `stages`, each with `chain`, `first` and `last` (layers of the chain, the last excluded), `devices` (numbered node
     by node from 0) and `seconds` of a microbatch, forward and backward; `slowest_s` of these; `fill_s`, so that b
-    microbatches take `fill_s + b * slowest_s`; `gap`, the part by which a faster pipeline may exist, 0 for an optimum.
+    microbatches take `fill_s + b * slowest_s`; `gap`, the largest share by which another may be faster, 0 for an optimum.
     It is empty for a plan made without fault tolerance; then `fault_tolerance` (nodes that may fail at once) and
     `cover` (numbers of nodes that can be used in full, in words) are null.
     """

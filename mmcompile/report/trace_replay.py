@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SPENT = (TimeKind.REPEATED, TimeKind.PAUSED, TimeKind.SAVING, TimeKind.STOPPED)
 _COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
-"""Colors of useful and of redundant time, then of each cause in `_SPENT`."""
+"""Bar colours of useful time, of redundant computation, and of each other use of time in `_SPENT`."""
 
 
 def replay_resilience(

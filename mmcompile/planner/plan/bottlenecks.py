@@ -78,7 +78,7 @@ def rank_loads(plan: PlanRecord) -> tuple[RankGroup, ...]:
 
 
 def memory_bytes(plan: PlanRecord) -> int:
-    """Return the memory in bytes of one rank of a plan; processes beyond a local cluster's devices divide its memory."""
+    """Return the memory in bytes of one rank of a plan; more ranks than devices divide the memory of all devices evenly."""
     devices = plan.cluster.num_devices
     return plan.cluster.device.memory_bytes * devices // max(devices, plan.num_ranks)
 

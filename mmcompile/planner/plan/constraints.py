@@ -39,11 +39,11 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SameStage:
-    """Constraint that layers are in one stage, for example an embedding and the head tied to it, or two in different ones."""
+    """Constraint that layers share a stage (for example an embedding and the head tied to it), or are in different stages."""
 
     layers: tuple[str, ...]
     same: bool
-    """False if no stage may hold layers of both of two layers or components."""
+    """True if one stage must hold all of `layers`; False if no stage may hold layers of two entries of `layers`."""
 
     def __str__(self) -> str:
         return f"{'together' if self.same else 'apart'}:{','.join(self.layers)}"
@@ -213,7 +213,7 @@ def _bad(text: str, hint: str) -> ConfigError:
 
 
 def _size(num_bytes: int, space: str = "") -> str:
-    """Format bytes in the largest unit that gives a whole number, so that it reads back exactly."""
+    """Format bytes in the largest unit that divides them, so that the text reads back exactly; `space` stands before the unit."""
     unit = next(unit for unit, size in sorted(_UNITS.items(), key=lambda item: -item[1]) if num_bytes % size == 0)
     return f"{num_bytes // _UNITS[unit]}{space}{unit}"
 

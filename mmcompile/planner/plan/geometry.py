@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaInput:
-    """Float input of images or audio clips, whose shape gives their lengths where no grid input does."""
+    """Float input of images or audio clips, whose shape gives their lengths if no grid input (like `image_grid_thw`) does."""
 
     name: str
     item_dims: int
@@ -31,7 +31,7 @@ class MediaInput:
     patch: tuple[int, int] = (0, 0)
     """Height and width in pixels of a patch, in which an image's length is counted; (0, 0): `length` and `elements` apply."""
     length: float = 0.0
-    """Number of rows that an image or audio clip of `elements` elements makes; with a mask, that `elements` marked steps make."""
+    """Number of rows for each `elements` elements of an image or audio clip; with a mask, for each `elements` marked steps."""
     elements: int = 0
     mask: str = ""
     """Name of the mask input [items, steps] of the steps that the model reads; "" if the model reads all steps, padding too."""
@@ -50,7 +50,7 @@ class Geometry:
     rows_per_unit: float
     """Rows per patch, frame, token of the sequence, or sample: a class token beside 576 patches makes 577 / 576."""
     pairs_per_unit: float
-    """Squared length of the component's rows per squared length in units (patches, frames, tokens or samples)."""
+    """Row pairs that attend to each other, per squared length in units: patches, frames, tokens of the sequence, or samples."""
     window: float = 0.0
     """Rows of an attention window; 0 if a whole image, audio clip or sequence attends to itself.
 
@@ -70,6 +70,6 @@ class Geometry:
     """
 
     def squares(self, lengths: Array) -> Array:
-        """Return the number of row pairs that attend to each other in images, audio clips or sequences of given lengths."""
+        """Return the number of row pairs that attend to each other in each image, audio clip or sequence of `lengths` units."""
         rows = self.rows_per_unit * lengths
         return rows * np.minimum(rows, self.window) if self.window else self.pairs_per_unit * lengths * lengths

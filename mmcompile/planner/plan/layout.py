@@ -85,7 +85,7 @@ def lay_out(
 
 
 _Numbers = dict[int, dict[str, int]]
-"""Column -> source name -> index of the source's vertical track behind that column; for lanes, row in place of column."""
+"""Column -> source name -> index of the source's vertical track behind that column; for horizontal lanes, row -> ..."""
 
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:

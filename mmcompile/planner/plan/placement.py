@@ -14,7 +14,7 @@ from mmcompile.planner.plan.plan_record import Chain, Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedStage:
-    """Stage of one replica, or one shard of it, on one rank (`Placed` of the schedule)."""
+    """Stage of one replica, or one shard of it, on one rank; schedules are made of such stages (protocol `Placed`)."""
 
     name: str
     """Name of the stage on this rank: `language_model.0` with one replica, unsharded.
@@ -127,7 +127,7 @@ def check_runnable(plan: Plan) -> None:
 
 
 def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
-    """Yield the reasons why replicas of a chain cannot share its parameters."""
+    """Yield, as text, the reasons why replicas of a chain cannot share its parameters (FSDP)."""
     words = f"replicas of {chain.name} share its parameters (fsdp)"
     if chain.dp == 1:
         yield f"{words}, and there is one"
@@ -138,7 +138,7 @@ def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
 
 
 def _several_groups(plan: Plan) -> Iterable[str]:
-    """Yield the ranks that would share parameters of two stages with different groups of ranks."""
+    """Yield an error text for each rank that would share two stages' parameters (FSDP) with two different groups of ranks."""
     groups: dict[int, tuple[Stage, tuple[int, ...]]] = {}
     for chain in plan.chains:
         for stage in chain.stages if chain.fsdp else ():

@@ -136,8 +136,8 @@ class Chain:
     dp: int = 1
     """Data-parallel degree: number of replicas.
 
-    The last chain's replicas share the microbatches of a step; in each slot, the samples of all its replicas are
-    shared evenly between the replicas of every other chain.
+    Each replica of the last chain has the step's `num_microbatches`. The i-th microbatches of these replicas together hold
+    the samples that the replicas of every other chain share evenly.
     """
     fsdp: bool = False
     """True if replicas share parameters, gradients and optimizer state (FSDP), and gather parameters when needed."""
@@ -331,7 +331,7 @@ class PlanRecord:
 
 
 def uniform_mode(stages: Iterable[Stage]) -> Recompute | Literal["mixed"]:
-    """Return the recomputation mode if it is equal in all layers where it matters, else "mixed"; "none" without such layers."""
+    """Return the recomputation mode if all layers where it saves memory share it, else "mixed"; "none" without such layers."""
     modes: set[Recompute] = {mode for stage in stages for mode in stage.modes.values()}
     if len(modes) > 1:
         return "mixed"

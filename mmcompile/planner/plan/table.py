@@ -65,10 +65,7 @@ def _batch(plan: PlanRecord) -> str:
 
 
 def _boxes(plan: PlanRecord) -> list[str]:
-    """Return lines that show chains as boxes with their edges; frames are left out if there are many chains.
-
-    Without links, every other chain feeds the last.
-    """
+    """Return lines that show chains as boxes, without frames if they are many, and edges: links, or from each to the last."""
     edges = plan.chain_edges or [(chain.name, plan.chains[-1].name) for chain in plan.chains[:-1]]
     columns_of = _columns(plan.chains, edges)
     # The first free row of the chain's column.

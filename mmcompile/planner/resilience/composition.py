@@ -114,10 +114,7 @@ def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
 
 
 def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
-    """Return for each number of nodes whether pipelines that use all of them run a step by the deadline, bool [nodes + 1].
-
-    The most microbatches are computed for one more pipeline at a time, as the maximum over its template.
-    """
+    """Return for each number of nodes whether pipelines that use all of them run a step by the deadline, bool [nodes + 1]."""
     limits = _limits(shapes, deadline_s)
     usable = [(size, limit) for (size, _, _), limit in zip(shapes.templates, limits, strict=True) if limit]
     found = np.zeros(num_nodes + 1, dtype=bool)
@@ -157,7 +154,7 @@ def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
 def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
     """Return the most microbatches that pipelines can run in time, int64 [templates + 1, pipelines + 1, nodes + 1].
 
-    Entry [t, p, n] is for p pipelines on n nodes, all used, with only the first t templates.
+    Entry [t, p, n] is for p pipelines on n nodes, all used, with only the first t templates. `limits`: the most of each template.
     """
     most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)
@@ -175,7 +172,11 @@ def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.
 def _combinations(
     shapes: _Shapes, limits: tuple[int, ...], table: np.ndarray, used: int, like: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield at most `_MAX_TIED` combinations that run the step in time, as node counts, the most similar to `like` first."""
+    """Yield up to `_MAX_TIED` combinations that run the step in time on `used` nodes, the most similar to `like` first.
+
+    A combination is the node count of each of its pipelines. `limits`: from `_limits`. `table`: from `_capacities`. `like`: node
+    count -> number of running pipelines.
+    """
     sizes = [size for size, _, _ in shapes.templates]
     wanted = shapes.num_microbatches
 

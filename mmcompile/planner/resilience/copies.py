@@ -109,10 +109,10 @@ def _sources(needs: Sequence[_Need[Holder]]) -> list[Holder]:
 def _lighten(
     needs: Sequence[_Need[Holder]], chosen: Sequence[Holder], loads: Mapping[Holder, int]
 ) -> list[tuple[int, Holder]] | None:
-    """Return changes of source (index into `needs`, new source) after which the busiest source sends fewer bytes.
+    """Return changes (index into `needs`, new source) after which the busiest source sends fewer bytes; None if there are none.
 
-    None if no changes do that. No other source becomes as busy as the busiest was. It is a breadth-first search over holders that
-    could send a layer instead.
+    No other source becomes as busy as the busiest was. A breadth-first search finds holders that could send a layer instead.
+    `chosen`: the source of each need. `loads`: source -> bytes that it sends.
     """
     busiest = min(loads, key=lambda node: (-loads[node], node), default=None)
     if busiest is None:
@@ -149,7 +149,7 @@ def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest:
 
 
 def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
-    """Return the round (colour) of each (source, destination); copies that share a source, or a destination, differ."""
+    """Return the round of each copy (source, destination), such that copies from one source, or to one destination, differ."""
     at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):
@@ -171,9 +171,10 @@ def _swap(
     first: int,
     second: int,
 ) -> None:
-    """Exchange two rounds (colours) on the path of copies from `end` that alternates between them; this frees `first` there.
+    """Free round `first` at one end of a new copy, by exchanging rounds `first` and `second` along a path of copies from `end`.
 
-    The path cannot reach the other end of the new copy.
+    The path alternates between the rounds and cannot reach the new copy's other end. An end is ("from" or "to", holder).
+    `at`: end -> round -> index into `edges`. `colour`: round of each edge.
     """
     path: list[int] = []
     wanted = first

@@ -132,7 +132,7 @@ def split(templates: Sequence[Template], num_microbatches: int) -> tuple[int, ..
 
 
 def held_by(job: Job, pipelines: Sequence[NodePipeline[Node]]) -> dict[Node, np.ndarray]:
-    """Return node -> layers that it runs, bool [layers]: the layers it holds unless more is known."""
+    """Return node -> layers that it runs in one of the pipelines, bool [layers]; these are the least that it holds."""
     return {
         node: mask
         for pipeline in pipelines

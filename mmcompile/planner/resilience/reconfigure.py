@@ -117,7 +117,7 @@ def _by_rules(
 
 
 def _advantage(free: MembershipPlan[Node], by_rules: MembershipPlan[Node]) -> str:
-    """Return the reason why a recomposition is better than the rules; "" if the rules are as good."""
+    """Return the reason why the recomposition `free` is better than the plan by the rules; "" if it is not better."""
     ours, theirs, rule = free.iteration_s, by_rules.iteration_s, by_rules.rule
     if abs(ours - theirs) > _EQUAL * theirs:
         return f"a step takes {format_seconds(ours)}, after {rule} {format_seconds(theirs)}" if ours < theirs else ""

@@ -37,16 +37,15 @@ class NodeGroups(Generic[Node]):
 def regroup(
     groups: Sequence[Sequence[Node]], lost: Collection[Node], sizes: Sequence[int], spares: Sequence[Node] = ()
 ) -> NodeGroups[Node] | None:
-    """Return the survivors in groups by the published rules, fewest nodes first; None if one pipeline needs more nodes.
+    """Return the nodes that are left as groups, one for each pipeline, by the published rules; None if too few for a pipeline.
 
-    A pipeline that is too small takes spare nodes, then the last node of the largest pipeline that has more than enough (ties to
-    the last). Pipelines that are still too small are joined until they are large enough; what remains goes to the first that is.
-    A joined group large enough for several pipelines is divided again, and a group without a template of its size gives up
-    surplus nodes.
+    Small groups come first. A pipeline below the smallest template's size takes spare nodes, then the last node of the largest
+    pipeline above that size (the last of equals). Pipelines that are still too small are joined until they are large enough; a
+    remainder joins the first group that is. A joined group large enough for several pipelines is divided again. A group without
+    a template of its size gives up surplus nodes.
 
     Args:
         groups: nodes of each pipeline that ran.
-        lost: nodes that are gone.
         sizes: node counts of the templates, ascending.
         spares: idle nodes that are alive.
     """
@@ -105,8 +104,8 @@ def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]]
 def _divide(group: list[Node], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[Node]], list[Node]]:
     """Return (pipelines that a group of nodes is divided into, surplus nodes).
 
-    It stays one pipeline if `whole` and a template has its size; else as many pipelines as possible, on as many nodes as
-    possible.
+    The group stays one pipeline if `whole` and a template has its size. Else as many of its nodes as possible are used, by as
+    many pipelines as possible.
     """
     if whole and len(group) in sizes:
         return [group], []

@@ -1,9 +1,10 @@
 """Pipelines of chains that branch: several chains that feed one, at its start or in the middle.
 
-The longest path is no sum over stages. A weighted mean of all paths is, and never longer: so a search with weights gives a
-lower bound for every pipeline, and pipelines on the way. The weights are moved towards the paths that turn out longest.
-Where bound and pipeline then differ, all pipelines whose bound is below the best known are listed; if the list ends in
-time, the best is an optimum. Otherwise the difference is stated.
+There is one path from each chain to the loss, and step time follows the longest, which is no sum over stages. A weighted
+mean of all paths is such a sum, and never longer. So a search that minimises the mean for given path weights gives a lower
+bound for every pipeline, and finds pipelines on the way. Weight then moves to the path that turned out longest, for the
+next search. Where bound and best pipeline still differ, all pipelines whose bound is below the best known are listed: if
+the list ends in time, the best is an optimum; otherwise the difference is stated.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 
 _SHARES = 12
-"""Number of shares into which the path weights are divided: every weight is a multiple of 1/12, and all weights sum to 1."""
+"""Sum of the path weights, which are whole numbers of shares: a path of weight 3 counts 3/12 in the mean over paths."""
 _ROUNDS = 6
-"""Largest number of vectors of path weights that a search tries."""
+"""Largest number of searches, each with other path weights."""
 _FIRST_STEP = 4
 """Number of shares (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
-"""Number of intervals bounded for each vector of weights; `_MORE_INTERVALS` are added for each node count."""
+"""Number of intervals of guesses that a search bounds; `_MORE_INTERVALS` are added for each node count."""
 _MORE_INTERVALS = 8
 _VISITS = 8_000
 """Largest number of stages placed in total while `_Listing` lists the pipelines of one node count."""
@@ -48,7 +49,11 @@ def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundP
 
 
 def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
-    """Return one finished search for each vector of path weights tried, over the node counts not settled by earlier vectors."""
+    """Return finished searches with different path weights, run until the optimum of every node count is proven, or `_ROUNDS`.
+
+    Path weights are how much each chain's path to the loss counts in a search's lower bound; after each search, weight moves
+    to the path that was longest. Each search has only the node counts whose optimum no earlier one proved.
+    """
     weights, step, longest = _equal(line), _FIRST_STEP, -1
     # Pipelines that fit the memory even if all later chains' stages are between a stage and the loss.
     most_stages = line.most_stages(max(node_counts))
@@ -77,7 +82,7 @@ def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
 
 
 def _equal(line: Line) -> tuple[int, ...]:
-    """Return the first vector of path weights, in shares: equal for paths that no other path contains whole, 0 for the others."""
+    """Return the first path weights, in shares of `_SHARES`: equal for paths that are no part of a longer path, 0 for others."""
     paths = range(len(line.names))
     whole = [path for path in paths if all(line.begins[other, path] != line.starts[path] for other in range(path))]
     share, rest = divmod(_SHARES, len(whole))
@@ -85,14 +90,14 @@ def _equal(line: Line) -> tuple[int, ...]:
 
 
 def _bounding(search: Search, count: int) -> Sequence[LineStage]:
-    """Return the pipeline whose weighted time is the lower bound, feasible or not; its longest path needs more weight."""
+    """Return the pipeline, feasible or not, whose weighted mean time is the lower bound of a search for `count` nodes."""
     interval = min(search.settled, key=lambda each: int(each.lower[count]))
     sweep = min(search.sweeps([interval], count), key=lambda each: int(each.bounds[0, count]))
     return sweep.pieces(0, count)
 
 
 def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
-    """Return, for each path, the picoseconds of its stages plus `MICROBATCHES_A_STAGE` slowest stages for each, [paths]."""
+    """Return each path's length in ps: the sum over its stages of their time plus `MICROBATCHES_A_STAGE` times the slowest's."""
     slowest = line.timing(pieces).slowest
     return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
@@ -101,7 +106,7 @@ def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
 
 
 def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: int) -> tuple[int, ...]:
-    """Return the weights with up to `step` shares moved to path `longest` from the shortest path that has any."""
+    """Return the path weights with up to `step` shares moved to path `longest`, from the shortest path of weight above 0."""
     moved = list(weights)
     shortest = min((path for path in range(len(weights)) if weights[path]), key=lengths.__getitem__)
     taken = min(step, moved[shortest])
@@ -153,7 +158,7 @@ class _Listing:
             pieces: stages placed so far.
             first: next layer.
             devices: number of devices left.
-            spent: part of T from `pieces`, times the scale of the weights.
+            spent: cost of `pieces`: their part of the step time in ps, times the sum of the path weights.
             found: True if the slowest stage is among `pieces`.
         """
         line = self.sweep.shape.line
@@ -170,7 +175,7 @@ class _Listing:
             yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
 
     def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, LineStage, int, bool]]:
-        """Return next stages, ascending, as (least cost in all, stage, cost of the stage, whether the slowest is then placed)."""
+        """Return possible next stages, cheapest first: (least cost to the end, stage, its cost, slowest stage placed by then)."""
         line, sweep = self.sweep.shape.line, self.sweep
         ways: list[tuple[int, LineStage, int, bool]] = []
         device = devices % line.devices_per_node

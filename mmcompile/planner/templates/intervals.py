@@ -1,8 +1,8 @@
-"""`Search`: the slowest stage enumerated in intervals, by branch and bound, for all node counts at once.
+"""`Search`: the fastest pipeline of each node count, by branch and bound over the time of the slowest stage.
 
-Every time that some stage can have is a guess at the slowest. Intervals of guesses are bounded by one sweep for all node
-counts; those that cannot hold a better pipeline are dropped, the others are cut in smaller ones, down to single guesses.
-For a chain the bound of a single guess is its optimum.
+Every time that some stage can have is a guess at the slowest stage's time. One sweep gives several intervals of guesses a
+lower bound of step time each, for all node counts. Intervals that cannot hold a better pipeline are dropped, the others
+are cut into smaller ones, down to single guesses. For a chain the bound of a single guess is its optimum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmcompile.planner.templates.sweep import Costs, Shape, Sweep, least_slowest
 _WAYS = 8
 """Number of smaller intervals that an interval is cut into."""
 _GUESSES = 16
-"""Most intervals bounded in one sweep, if its tables stay below `_CELLS` numbers."""
+"""Largest number of intervals bounded in one sweep; fewer if the sweep's tables would have more than `_CELLS` numbers."""
 _CELLS = 3 * 10**6
 
 
@@ -63,7 +63,7 @@ class Search:
     guesses: NDArray[np.int64]
     """Times that the slowest stage may have, in picoseconds, ascending: those of all possible stages."""
     num_stages: int | None
-    """Largest number of stages; each stage's memory must hold one microbatch more than stages follow it.
+    """Largest number of stages; each stage's memory must hold one microbatch more than there are stages behind it.
 
     None: stages are not counted, and each stage's memory is checked as if it were the last.
     """
@@ -74,7 +74,7 @@ class Search:
     fitting: bool
     """True to keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
-    """Intervals that were not cut into smaller ones, with their final bounds."""
+    """Intervals that `run` did not cut further, single guesses or left over at its limit, with their final bounds."""
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class Search:
         num_stages: int | None = None,
         fitting: bool = False,
     ) -> Search:
-        """Return a new search, with a first pipeline for each node count that has the least possible slowest stage."""
+        """Return a new search that has, for each node count, a first pipeline: one whose slowest stage is as fast as possible."""
         most = max(node_counts)
         least = least_slowest(Shape(line=line, num_nodes=most, num_stages=num_stages))
         counts = np.array(sorted(count for count in node_counts if least[count] < INFINITE), dtype=np.int64)
@@ -154,7 +154,7 @@ class Search:
         return [Sweep.of(shape, family, low, high) for family in self.families]
 
     def _most_stages(self, intervals: Sequence[Interval]) -> int | None:
-        """Return the most stages of a pipeline better than the best known: each adds at least 3 times the slowest to T."""
+        """Return the most stages that a faster pipeline can have: each adds at least 3 times the slowest stage to step time T."""
         if self.num_stages is None or not self.line.is_chain:
             return self.num_stages
         upper = max(int(self.upper[self.counts[self.alive(each)]].max(initial=0)) for each in intervals)
@@ -186,7 +186,7 @@ class Search:
         return self.line.least_path + 3 * stages * self.guesses[guess]
 
     def _bound(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """Return intervals with lower bounds raised by a sweep; `keep` gets the better pipelines that the sweep finds."""
+        """Return intervals with lower bounds raised by a sweep, and keep the better pipelines that the sweep finds."""
         most = max(int(self.counts[self.alive(each)].max()) for each in intervals)
         sweeps = self.sweeps(intervals, most)
         bounds = np.array([sweep.bounds for sweep in sweeps])  # [families, intervals, nodes + 1]

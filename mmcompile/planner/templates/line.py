@@ -75,7 +75,7 @@ class Line:
     times: NDArray[np.int64]
     """Picoseconds of a stage, [widths, layers + 1, layers + 1]; `INFINITE` if it is empty or exceeds the memory."""
     deepest: NDArray[np.int64]
-    """Largest number of stages to the loss for which a stage's memory suffices, [widths, layers + 1, layers + 1]; -1 if none."""
+    """Most stages behind a stage with which its microbatches in flight fit the memory, -1 if none; axes as in `times`."""
     least: NDArray[np.int64]
     """Picoseconds of forward and backward of each layer on its fastest number of devices, without sends, [layers]."""
     chain_of: NDArray[np.int64]
@@ -124,7 +124,7 @@ class Line:
         return int((on * self.least).sum(axis=1).max())
 
     def most_stages(self, num_nodes: int) -> int:
-        """Return the largest number of stages such that each stage's memory holds one microbatch more than stages follow it."""
+        """Return an upper bound of the number of stages of a pipeline on `num_nodes` nodes, from layers, devices and memory."""
         by_memory = int(self.deepest.max()) + 1
         return min(self.num_layers, num_nodes * self.devices_per_node, by_memory)
 
@@ -133,7 +133,7 @@ class Line:
         return int(self.times[piece.width, piece.first, piece.last])
 
     def on_path(self, path: int, piece: LineStage) -> bool:
-        """Return whether a stage is on path `path`, that from the chain with this index to the loss."""
+        """Return whether a stage is on the path from the chain with index `path` to the loss."""
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
     def timing(self, pieces: Sequence[LineStage]) -> Timing:
@@ -150,7 +150,7 @@ class Line:
         return Timing(fill=fill, slowest=slowest, longest=longest)
 
     def fits(self, pieces: Sequence[LineStage]) -> bool:
-        """Return whether every stage's memory holds its microbatches in flight: the number of stages to the loss, plus one."""
+        """Return whether each stage's memory holds its microbatches in flight: one more than the stages behind it to the loss."""
         for index, piece in enumerate(pieces):
             path = int(self.chain_of[piece.first])
             depth = sum(self.on_path(path, later) for later in pieces[index + 1 :])
@@ -159,7 +159,7 @@ class Line:
         return True
 
     def template(self, num_nodes: int, pieces: Sequence[LineStage], gap: float) -> Template:
-        """Return the template of a pipeline of `num_nodes` nodes with the given stages."""
+        """Return the template of a pipeline of `num_nodes` nodes with the given stages; `gap` is that of `Template`."""
         timing, stages, device = self.timing(pieces), [], 0
         for piece in pieces:
             chain, width = int(self.chain_of[piece.first]), self.widths[piece.width]

@@ -47,14 +47,14 @@ class Costs:
 
     @cached_property
     def _weight(self) -> NDArray[np.int64]:
-        """Sum of the weights of the paths that a stage of chain c ending before layer j is on, [chains, layers + 1]."""
+        """Entry [c, j]: sum of weights of the paths through a stage of chain c that ends before layer j, [chains, layers + 1]."""
         ends = np.arange(self.line.num_layers + 1)
         on = ends[None, None, :] > self.line.begins[:, :, None]
         return (on * np.array(self.weights)[:, None, None]).sum(axis=0)
 
     @cached_property
     def _behind(self) -> NDArray[np.int64]:
-        """`scale` if a stage of chain c ending before layer j is on path `path`, else 0, [chains, layers + 1]."""
+        """Entry [c, j]: `scale` if a stage of chain c that ends before layer j is on path `path`, or 0, [chains, layers + 1]."""
         ends = np.arange(self.line.num_layers + 1)
         return (ends[None, :] > self.line.begins[self.path][:, None]) * self.scale
 
@@ -85,9 +85,9 @@ class Costs:
 
 
 def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the possible stages that begin with a layer and take at most `limit` ps, as (index into `line.widths`, times).
+    """Yield, for each number of devices, the times of the stages that begin with layer `first`, up to the last within `limit` ps.
 
-    Entry k of the times, in ps, is that of the stage of layers `first` to `first + k` (included) on so many devices.
+    Yields (index into `line.widths`, times); entry k of the times is for layers `first` to `first + k` (included), in ps.
     """
     for width in range(len(line.widths)):
         times = line.times[width, first, first + 1 :]
@@ -115,7 +115,7 @@ class Shape:
         return np.full(shape, INFINITE)
 
     def rest(self, table: NDArray[np.int64], first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return a view of `table` at what is left after a stage of layers `first` to `first + k`, for k from 0 to `count - 1`.
+        """Return a view of the costs in `table` behind stages of layers `first` to `first + k`, one for each k below `count`.
 
         Axes: [count, guesses, stages left, nodes, devices]; the stage has `line.widths[width]` devices.
         """
@@ -138,7 +138,7 @@ class Shape:
         np.minimum(full, found[..., -1], out=full)
 
     def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return costs [count, 1, stages left]: 0 where a stage's memory suffices, `INFINITE` where it does not."""
+        """Return costs [count, 1, stages left] for the stages of `rest`: 0 where their memory suffices, `INFINITE` where not."""
         if self.num_stages is None:
             return np.zeros((count, 1, 1), dtype=np.int64)
         deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
@@ -147,7 +147,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Least costs of the last layers, from each layer on, as two tables with the axes of `Shape`.
+    """Least costs of the part of a pipeline from each layer on to the loss, as two tables with the axes of `Shape`.
 
     `whole`: the slowest stage is among these layers. `behind`: the slowest stage was placed before them.
     """
@@ -205,7 +205,10 @@ class Sweep:
     def _step(
         self, guess: int, first: int, left: int, node: int, device: int, found: bool
     ) -> tuple[LineStage, bool, int]:
-        """Return (a pipeline's next stage, whether the slowest stage is then placed, number of stages left)."""
+        """Return (stage that gives entry [first, guess, left, node, device] its cost, `found` behind it, `left` behind it).
+
+        `found`: the slowest stage is placed. `left`: number of stages that may still be placed.
+        """
         line, one = self.shape.line, slice(guess, guess + 1)
         table = self.behind if found else self.whole
         wanted = table[first, guess, left, node, device]

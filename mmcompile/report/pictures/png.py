@@ -17,7 +17,7 @@ _DPI = 120
 
 
 def new_figure(what: str, width: float, height: float) -> Figure:
-    """Return an empty figure of a width and height in inches; ConfigError, which begins with `what`, without matplotlib."""
+    """Return an empty figure, sizes in inches. Raises ConfigError, with `what` as its first words, if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -158,7 +158,7 @@ _MODULES = ("self", "aten", "torch", "mm", "math", "operator")
 
 
 def _names(statement: ast.AST, context: type[ast.expr_context]) -> list[str]:
-    """Return names read (or written) by a statement, in order of their place in the source."""
+    """Return the names that a statement reads (`context` is `ast.Load`) or writes (`ast.Store`), in order of the source."""
     found = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
     found.sort(key=lambda name: (name.lineno, name.col_offset))
     return list(dict.fromkeys(name.id for name in found if name.id not in _MODULES))

@@ -56,7 +56,7 @@ class ComponentLoads:
     loads_before: Loads
     loads_after: Loads
     deferred: tuple[tuple[int, ...], ...]
-    """Samples of every microbatch that the language model computes in a later one, [replicas][microbatches]."""
+    """Number of samples of each microbatch that the language model computes in a later one, [replicas][microbatches]."""
     deferred_s: Loads
     """Seconds of the deferred samples in each microbatch of `loads_after`."""
     traffic: Traffic | None
@@ -182,7 +182,7 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
 
 
 def _ends(plan: Plan, encoder: str, language_model: str) -> tuple[Ranks, Ranks]:
-    """Return each replica's first rank, in the stage that makes the encoder's features and in the first that reads them."""
+    """Return the first rank of each replica: for the stage that makes the encoder's features, and for the one that reads them."""
     chains = towers(plan)
     sources, targets = (
         {stage.name: chain.dp for chain in chains[name] for stage in chain.stages} for name in (encoder, language_model)

@@ -39,7 +39,6 @@ def balanced_step(
         source: file from which the plan was read, for reports.
         samples: number of samples; the plan's by default.
         seed: seed of all steps.
-        step: number of the step.
         balance: a name of `BALANCERS`.
         every: also try all other balancers.
 
@@ -93,7 +92,7 @@ def step_grid(plan: Plan) -> Grid:
 
 
 def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime) -> Choice:
-    """Let a balancer assign samples to the places of a grid. Raises ConfigError if it cannot balance this step."""
+    """Return a balancer's assignment of samples to replicas and microbatches. Raises ConfigError if it cannot balance them."""
     if isinstance(one, Auto):
         return one.choose(costs, grid)
     arrival = Trial(name=Arrival.name, step_s=step_time(Arrival().assign(costs, grid), costs))

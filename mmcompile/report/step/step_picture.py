@@ -83,7 +83,7 @@ def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
 
 
 def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, colour: str) -> None:
-    """Draw the bars of all replicas side by side, with a gap between replicas."""
+    """Draw the seconds of microbatches, [replicas, microbatches], as bars; `late` is the part of `after` that is deferred."""
     replicas, microbatches = before.shape
     places = (np.arange(replicas)[:, None] * (microbatches + 1) + np.arange(microbatches)).ravel()
     axis.bar(places - 0.2, before.ravel(), width=0.4, color=_BEFORE, label="arrival order")
@@ -100,7 +100,7 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
 
 
 def _name_replicas(axis: Axes, places: np.ndarray) -> None:
-    """Label the microbatches of each replica; if there are many replicas, only with replica numbers."""
+    """Label each replica's bars with its name, or only its number if there are many; `places` are [replicas, microbatches]."""
     named = len(places) <= 8
     middle = axis.secondary_xaxis(-0.08 if places.size <= _LABELS else 0.0)
     texts = [f"replica {index}" if named else str(index) for index in range(len(places))]

@@ -113,7 +113,7 @@ def _bars(component: ComponentLoads, length: int, max_rows: int) -> Iterator[str
 
 
 def _shown(weights: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
-    """Return (replica, microbatch) of the `max_rows` heaviest microbatches, in run order."""
+    """Return (replica, microbatch) of the `max_rows` largest of `weights`, [replicas, microbatches], replica by replica."""
     heaviest = np.sort(np.argsort(-weights, axis=None, kind="stable")[:max_rows])
     return [(index // weights.shape[1], index % weights.shape[1]) for index in heaviest.tolist()]
 

@@ -71,7 +71,6 @@ def replay_trace(
     Each system saves checkpoints at the interval with which it trains most samples.
 
     Args:
-        microbatch_samples: mean number of samples of a microbatch.
         constants: assumptions of the simulation; None: the defaults.
     """
     known = constants or ReplayConstants()
