@@ -90,7 +90,7 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
 
 
 def _too_big(problem: ExactProblem, cap: Cap) -> str:
-    """Return text about the layer, nearest to the loss, that alone needs more than a cap; "" if there is no such layer."""
+    """Return text about a layer that alone needs more than a cap, even with the fewest stages behind it; "" if none does."""
     least = least_tails(problem)
     for index, chain in enumerate(problem.chains):
         needed = chain.tables.needs(problem.in_flight(least[index])).diagonal(1)

@@ -17,7 +17,7 @@ from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, 
 from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
 _MAX_REALISED = 32
-"""Largest number of target times whose stage counts are tried with the real distances to the loss."""
+"""Number of target times of the slowest stage, least first, whose stage counts are tried with the real distances to the loss."""
 
 
 def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
@@ -129,7 +129,7 @@ def _cost(problem: ExactProblem, chain: int, tail: int, k: int, count: int) -> T
 
 
 def _targets(problem: ExactProblem, dp: _ChainSplits) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (target time in ps, ascending; fewest stages of each chain that meet it) where these stages fit the devices."""
+    """Yield (ps of the slowest stage, fewest stages of each chain that meet it), ps rising, where the devices suffice."""
     options = [dp.splits(chain, tail) for chain, tail in enumerate(least_tails(problem))]
     if not all(options):
         return

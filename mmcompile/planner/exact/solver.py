@@ -179,7 +179,7 @@ class _Minimisation:
             self.bound_ps = self._time(self.best, chains)
 
     def _time(self, splits: Splits | None, chains: set[int]) -> int:
-        """Return the ps of the slowest stage of the given chains; of all chains, stages that share ranks count as one."""
+        """Return the ps of the slowest stage of given chains; if these are all chains, stages that share ranks are added."""
         if splits is None:
             return INFINITE
         if len(chains) == len(self.problem.chains):

@@ -104,10 +104,7 @@ def joined_chain(
     *,
     entries: Mapping[tuple[str, str], int] | None = None,
 ) -> ChainSet | None:
-    """Return one chain of all components, each after its inputs; None for a model of one component.
-
-    Arguments as of `chain_sets`.
-    """
+    """Return one chain of all components, each after its inputs; None if there is but one. Arguments as of `chain_sets`."""
     _check(graph, costs, None)
     if len(graph.components) == 1:
         return None

@@ -128,8 +128,8 @@ def _input(
 ) -> MediaInput:
     """Return how the lengths of images or audio clips follow from one input; in the captured batch all have the same size.
 
-    An item's length is its number of patches, else its part of the encoder's rows. Where the graph does not read the input
-    itself, the model has packed the steps that a mask input marks.
+    The length is a number of patches, else an item's part of the encoder's rows. Where the graph does not read the input itself,
+    the model has packed it: it reads only the steps that a mask input marks.
     """
     masks = (other for other in encoder.sources if other != name and other in inputs and _marks(inputs[other], value))
     mask = next(masks, "") if all(spec.name != name for spec in graph.inputs) else ""
@@ -180,7 +180,7 @@ def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities
 def _placeholders(sequences: Tensor, rows: set[int]) -> int:
     """Return the number of sequence positions held by placeholder ids; 0 if an encoder's rows do not enter the sequence.
 
-    An id is a placeholder if it occurs as often as an encoder sends rows. If several do, the one that repeats most in a row is.
+    An id is a placeholder if it occurs as often as an encoder sends rows (`rows`); of several, one that also follows itself.
     """
     ids, counts = torch.unique(sequences[sequences >= 0], return_counts=True)
     frequent: dict[int, list[int]] = {}

@@ -131,11 +131,7 @@ class Pricing:
     )
 
     def costs(self, component: str, load: Load | None = None, sharding: LayerSharding = WHOLE) -> tuple[LayerCost, ...]:
-        """Return the cost of each layer of a component on one of its ranks, for one microbatch.
-
-        Args:
-            load: load of the microbatch; None for the captured load.
-        """
+        """Return the cost of each layer of a component on one rank, for a microbatch with a load; None: the captured load."""
         each = self._shared_costs(component, load, self._possible(component, sharding))
         return tuple(each[group] for group in self.groups(component))
 
@@ -273,9 +269,9 @@ class Pricing:
         return load.tokens / captured if captured else 0.0
 
     def _size(self, component: str, tokens: float) -> int:
-        """Return e, even, such that 2^e is nearest to the ratio of a load to the captured load.
+        """Return the size class of a load: e, even, such that 2^e is nearest to its ratio to the captured load.
 
-        Collectives are not affine over all sizes, so amounts are affine only around each power of four.
+        Amounts are affine in the load only near each power of four, as collectives are not affine over all sizes.
         """
         if component not in self.table.growing:
             return 0
@@ -283,7 +279,7 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """Return each amount's coefficients (fixed, per token, per square), [groups, amounts, 3], near a size as from `_size`."""
+        """Return coefficients (fixed, per token, per square) of amounts, [groups, amounts, 3], for loads of a `_size`."""
         key = (component, sharding, size)
         if key not in self._affine:
             if component in self.table.growing:

@@ -48,7 +48,7 @@ class Lengths:
 
     @classmethod
     def of(cls, each: Sequence[Sequence[float]]) -> Lengths:
-        """Return the lengths of the items of each sample."""
+        """Return the lengths of samples' items, given as one sequence of lengths for each sample."""
         return cls(
             values=np.array([length for own in each for length in own], dtype=np.float64),
             owner=np.repeat(np.arange(len(each)), [len(own) for own in each]),

@@ -71,7 +71,7 @@ class SharedTokens:
         return choose_head_stride(call, rates)
 
     def costs(self, costs: Mapping[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
-        """Return component -> cost of each layer for one rank, given those of the whole sequence: the loss component's change."""
+        """Return component -> cost of each layer on one rank, given the costs of all tokens; only the loss component's differ."""
         component = self.graph.loss_component
         layers = tuple(cost if index == 0 else self._shared(index, cost) for index, cost in enumerate(costs[component]))
         return {name: layers if name == component else own for name, own in costs.items()}

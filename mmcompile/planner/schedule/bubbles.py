@@ -126,7 +126,10 @@ def equal_stages(case: Case) -> Case:
 
 
 def _part(wanted: LayerTimes, own: LayerTimes, total: LayerTimes, count: int) -> LayerTimes:
-    """Return a stage's share of its rank's new seconds, in proportion to the stage's former share; one of `count` stages."""
+    """Return a stage's part of its rank's new seconds `wanted`, in proportion to its part `own` of the old seconds `total`.
+
+    Where the rank had no forwards, each of its `count` stages gets an equal part.
+    """
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0
     return _scaled(wanted, forward, backward)

@@ -50,7 +50,7 @@ def measured_step(
 
 
 def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> LayerTimes:
-    """Return the duration of one stage in the engine: layers, the runtime's overhead, and its rank's work to send and receive."""
+    """Return a stage's duration in the engine: its layers' (`own`), the runtime's overhead, and its rank's work on messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
     has_backward = own.backward_s > 0

@@ -66,7 +66,7 @@ class OrderKeys:
 
 
 def ticks(kind: ScheduleKind, crossings: int, num_microbatches: int) -> tuple[int, int, int]:
-    """Return the keys of a stage: their step from one microbatch to the next, of the first forward, of the first backward.
+    """Return a stage's keys: their step from one microbatch to the next, that of the first forward, that of the first backward.
 
     `crossings` is the number of edges that cross ranks on the longest path to a sink, r(s) in the module's docstring.
     """
@@ -117,10 +117,7 @@ class MessageOrder:
     sends: Mapping[Side, Sequence[Side]]
     """Sending (stage, microbatch) -> receiving (stage, microbatch) pairs, in the order of sends."""
     receives: Mapping[Side, Sequence[tuple[Side, Side]]]
-    """Computation -> messages (receiver, sender) received right before it.
-
-    The computation is the receiver's, or an earlier one of the same stage.
-    """
+    """Computation -> messages (receiver, sender) received right before it, for itself or a later computation of its stage."""
 
 
 def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> MessageOrder:

@@ -82,7 +82,10 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossEdge:
-    """Tensors sent from a unit's stage to a stage of another unit, whose forward and backward slots must not be earlier."""
+    """Tensors sent from a unit's stage to a stage of another unit.
+
+    The receiving unit's forward slot must not be earlier than the sending one's, and its backward slot must not be later.
+    """
 
     source: tuple[str, int]
     """(stage name, unit number) that sends the tensors."""
@@ -324,7 +327,7 @@ def _crossing(
 def _message_orders(
     edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]
 ) -> tuple[MessageOrder, MessageOrder]:
-    """Return the order of forward messages between units, and the order of gradient messages between units."""
+    """Return two orders of messages between units, of forward tensors and of gradients, where stages are on different ranks."""
     crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
     values = ((source, target) for source, target, _ in crossing)
     gradients = ((target, source) for source, target, gradient in crossing if gradient)
@@ -370,7 +373,7 @@ def _forward(stage: int, number: int, program: _Program, between: MessageOrder) 
 
 
 def _backward(stage: int, number: int, program: _Program, between: MessageOrder, *, split: bool) -> list[Action]:
-    """Return the actions of one unit's backward in a stage, with its messages; with `split` as I and W, else as B."""
+    """Return the actions of unit `number`'s backward in a stage, messages included; with `split` as I and W, else as B."""
     side = (stage, number)
     return [
         *_messages(ActionKind.RECV_B, side, program.gradients_from, between.receives.get(side, ())),
@@ -387,7 +390,7 @@ def _from(side: Side, messages: MessageOrder) -> list[tuple[Side, Side]]:
 def _messages(
     kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
 ) -> list[Action]:
-    """Return the sends or receives of a stage for one unit: to or from the peer stages `inside` it, and `between` two units."""
+    """Return a stage's sends or receives for one unit: with peers `inside` the unit, then those with other units (`between`)."""
     stage, number = side
     return [
         *(Action(stage=stage, kind=kind, microbatch=number, peer=peer) for peer in inside.get(stage, ())),

@@ -56,7 +56,10 @@ def lower_bound_s(candidate: Candidate) -> float:
 def _gap(
     schedule: ScheduleKind, round_s: float, depth: int, microbatches: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return the least seconds that a stage idles between its first forward and its last backward."""
+    """Return the least seconds that a stage idles between its first forward and its last backward.
+
+    `round_s` is one microbatch's way from the stage to the loss and back, `depth` the number of stages on the way to the loss.
+    """
     if schedule == "gpipe":
         return round_s
     warm_up = 2 * depth if schedule == "eager-1f1b" else depth
@@ -84,14 +87,14 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Union:
-    """Simulator of many candidates at once: the stages of all candidates, numbered through, as arrays.
+    """Simulator of many candidates at once, with arrays over the stages of all candidates, numbered one after the other.
 
-    Keys of `mmcompile.planner.schedule.order` are ticks: in one a stage runs at most one forward or backward, and actions of the
-    same tick do not depend on each other.
+    Its time steps are ticks, the keys of `mmcompile.planner.schedule.order`: in one tick a stage runs at most one forward or
+    backward, and actions of the same tick do not depend on each other.
     """
 
     seconds: tuple[Array, Array, Array]
-    """Seconds of forward, of the backward's part that other stages await, of its rest: [draws, stages, microbatches + 1] each."""
+    """Seconds of forward, of the backward's part that other stages await, of its rest: [draws, stages, microbatches] each."""
     count: Index
     """Number of microbatches of each stage, [stages]."""
     step: Index
@@ -104,11 +107,11 @@ class _Union:
     into: Index
     """Entry [s, :]: indices of the edges into stage s, [stages, largest in-degree], filled up with the number of edges."""
     out: Index
-    """Edges out of each stage that return gradients, as indices [stages, most], filled up with the number of edges."""
+    """Entry [s, :]: indices of edges out of stage s that return gradients, [stages, most], filled up with the number of edges."""
     source: Index
     """Stage that sends forward over each edge, [edges]."""
     target: Index
-    """Stage that returns a gradient over each edge, the number of stages where none is returned, [edges]."""
+    """Stage that sends a gradient back over each edge, [edges]; the number of stages for edges without gradient."""
     link_s: Array
 
     @classmethod
@@ -170,10 +173,10 @@ class _Union:
 
         Args:
             clock: seconds at which each stage is done so far, [draws, stages].
-            since: ticks since the stage's first, [stages].
-            seconds: seconds of each microbatch, [draws, stages, microbatches + 1].
+            since: ticks since the first forward, or first backward, of each stage, [stages]; negative before it.
+            seconds: seconds of each microbatch, [draws, stages, microbatches].
             arrived: seconds at which each message has arrived, [draws, edges + 1, microbatches + 1].
-            awaited: indices of the edges into each stage, [stages, most].
+            awaited: indices of the edges over which each stage receives, [stages, most].
             ends: stage that sends over each edge, the number of stages for none, [edges].
 
         Returns:
@@ -194,14 +197,14 @@ class _Union:
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
-    """Return durations [draws, stages, most, 3]: zeros fill up missing microbatches, and a single draw is repeated."""
+    """Return durations widened to [draws, stages, most, 3]: missing microbatches take 0 s, and one draw is repeated for all."""
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
-    """Return the indices of the kept edges that end at each stage, [stages, most], filled up with the number of edges."""
+    """Return indices of each stage's kept edges, [stages, most], filled up with the number of edges; `ends`: stage by edge."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for edge, end in enumerate(ends.tolist()):
         if kept[edge]:

@@ -1,10 +1,10 @@
 """`BranchAndBound`: search for the fastest combination. Bounds spare most splits, splits most simulations.
 
-Combinations come in the order of their guess. Each is split exactly, unless its bound is above the fastest so far; then bounded
-again with its real stages; what is left is judged by the simulator's makespan, the mean over draws of random samples. If
-everything was listed and the loop ends, no combination so split is faster by more than the tolerance. Otherwise it stops
-after a number of splits without a faster one, and neighbours of the fastest (a stage more or less in a chain) are tried. At
-last the finalists meet the other schedules, and their cuts are moved one by one.
+Combinations come in the order of their guess. Each is split exactly, unless its bound is above the fastest so far; then it is
+bounded again with its real stages. What is left is judged by the simulator's makespan, the mean over draws of random samples. If
+all combinations are listed, the loop ends when none of them, split in this way, can be faster by more than the tolerance.
+Otherwise it stops after a number of splits without a faster one, and neighbours of the fastest (a stage more or less in a chain)
+are tried. At last the finalists are tried with the other schedules, and their cuts are moved one by one.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class BranchAndBound:
             yield self.groups[owner[position]], int(number[position])
 
     def _neighbours(self) -> None:
-        """Judge combinations with one stage more or less in each chain of the fastest candidate, until none is faster."""
+        """Judge variants of the fastest candidate, with a stage more, less or moved between two chains, until none is faster."""
         tried: set[Combination] = set()
         for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s

@@ -15,16 +15,15 @@ from mmcompile.planner.search.settings import SearchSpace
 def with_chains(problem: Problem, projector: ProjectorPlacement | None = None) -> Problem:
     """Return a problem with the chain sets that allow its stages, replicas and tensor-parallel degrees.
 
-    Where the request fixes the replicas of the last chain, or costs are given for ranks that share its tokens, the space has only
-    that choice.
+    Its search space keeps only the replicas of the last chain that the request fixes, if any, and the context-parallel degree for
+    which costs are given, if that is above 1.
 
     Args:
-        problem: problem without chain sets.
         projector: placement of projectors; None lets the simulator choose.
 
     Raises:
-        PlanError: unknown chain names, more stages than layers or devices, replicas that no chains can have, no number of
-            microbatches or samples.
+        PlanError: unknown chain names, more stages than layers or devices, replicas that no chains can have, neither a number of
+            microbatches nor a global batch.
         ConfigError: `projector` has no effect.
     """
     graph, costs, entries, space = problem.graph, problem.pricing.table.layers, problem.entries, problem.space
@@ -111,7 +110,7 @@ def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet
 
 
 def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow: bool) -> list[ChainSet]:
-    """Return the chain sets that can have the given replicas.
+    """Return the chain sets that can have the requested numbers of replicas; `wanted` and `follow` as for `decided_replicas`.
 
     Raises:
         PlanError: a name that is neither of a chain nor of a component, a number below 1, or replicas that no chain set can have.

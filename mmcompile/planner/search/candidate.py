@@ -380,7 +380,7 @@ def _depths(num_stages: int, edges: _Edges) -> tuple[int, ...]:
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
-    """Return for each stage whether it runs a backward: a layer of it does, or gradient passes through to an earlier stage."""
+    """Return whether each stage runs a backward: a layer of it does (`own`), or gradient passes through to an earlier stage."""
     backward = list(own)
     for source, target in sorted(edges):
         backward[target] = backward[target] or backward[source]
@@ -426,7 +426,7 @@ def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
 
 
 def stage_durations(names: Sequence[str], drawn: NDArray[np.float64]) -> dict[str, list[LayerTimes]]:
-    """Return stage name -> seconds of each of its microbatches, from an array [stages, microbatches, 3]."""
+    """Return stage name -> durations by microbatch, given seconds [stages, microbatches, 3] as in `Candidate.durations`."""
     return {
         name: [
             LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)

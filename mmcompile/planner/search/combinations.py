@@ -1,4 +1,4 @@
-"""`combos`: every combination of settings, degrees and stage counts that may be worth splitting, with a bound and a guess.
+"""`Combinations`: every combination of settings, degrees and stage counts that may be worth splitting, with a bound and a guess.
 
 A combination's step takes at least (`bound`), and about (`guess`, after Entrain's Eq. 4.2), with M microbatches, the path of
 one microbatch through its stages, and the slowest stage:
@@ -6,9 +6,10 @@ one microbatch through its stages, and the slowest stage:
     bound = max(M slowest, path of the encoders + r T / (1 - (1 - r / (M - 1 + r))^S))
     guess = path + (M - 1) slowest (1 + a spread sqrt(ln stages)) + tail
 
-The spread of the microbatches' sizes counts by the largest of as many as there are stages [Empirical, by the simulator]. T is
-the last chain's time in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound: stage
-k of the last chain ends no sooner than r times all before it plus M times itself, and some split makes these equal.
+`spread` is the standard deviation of the microbatches' tokens over their mean: stages wait for the largest of about as many
+microbatches as there are stages, with a = `_SPREAD_COST` [Empirical, by the simulator]. T is the last chain's time for one
+microbatch in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound: stage k of the last
+chain ends no sooner than r times all before it plus M times itself, and some split makes these equal.
 
 Where combinations are few, all are listed; else each option of the last chain meets the encoders' options that no other
 beats in ranks, slowest stage and path.
@@ -36,7 +37,7 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 MAX_LISTED = 4000
 """Number of combinations up to which every one is listed."""
 _SPREAD_COST = 0.4
-"""Fraction of (largest - mean) seconds of several microbatches for which stages wait. [Empirical]"""
+"""Fraction of the excess seconds of the largest microbatch over the mean one for which stages wait, in a guess. [Empirical]"""
 _MAX_PAIRS = 64
 """Number of pairs (chain set, setting) up to which every pair is listed."""
 _NEAR = 1.3
@@ -196,7 +197,10 @@ class Combinations:
             yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
-        """Return the possible replicas of an encoder: divisors, and multiples with whole samples, of the last chain's."""
+        """Return the numbers of replicas that an encoder may have.
+
+        Each divides a microbatch's samples in all replicas, and is a divisor or multiple of the last chain's number.
+        """
         if self.problem.space.dp == (1,):
             return [1]
         slot = round(setting.dp * setting.samples)
@@ -238,7 +242,7 @@ class Combinations:
 
 
 def unevenness(problem: Problem, setting: Setting, stages: Index | int) -> Array:
-    """Return the factor by which a slot takes longer as stages wait for the largest of the unequal microbatches in work."""
+    """Return the factor, 1 or more, on a microbatch's seconds as `stages` stages wait for the largest of unequal microbatches."""
     return np.asarray(1.0 + _SPREAD_COST * problem.prices.spread(setting) * np.sqrt(np.log(stages)))
 
 
@@ -254,9 +258,11 @@ def even_guess_s(problem: Problem, priced: Sequence[PricedChain], setting: Setti
 def _in_turn(
     setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
 ) -> NDArray[np.float64]:
-    """Return the least seconds that the stages of the last chain need one after the other: the second part of `bound`.
+    """Return a lower bound of a step in s from the last chain alone, for any split of it into `stages` stages.
 
-    A microbatch takes `total_s` in all stages; `waited`, 0..1, is the least share of it that is not weight gradients.
+    In every split some stage ends no sooner: it runs all microbatches, and one of them also passes through all stages before it.
+    `total_s` is the seconds of one microbatch in all stages; `waited`, 0..1, is the least share of it that is not weight
+    gradients, for which alone other stages wait under ZB-H1.
     """
     share = np.maximum(waited, 1e-3) if setting.schedule == "zb-h1" else np.ones_like(waited)
     each = share / (setting.num_microbatches - 1 + share)
@@ -264,7 +270,10 @@ def _in_turn(
 
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
-    """Return the row and column indices of the best guesses: at most `_KEPT` in each row and `_KEPT_EACH` in all."""
+    """Return row and column indices of the least guesses; rows are options of the last chain, columns joint ones of encoders.
+
+    They are finite, at most `_KEPT` in each row and `_KEPT_EACH` in all.
+    """
     count = min(_KEPT, guess_s.shape[1])
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)

@@ -41,9 +41,9 @@ class Relaxation:
     rising: bool = False
     """True if each request in `ways` fits the memory wherever the one before it does, so that binary search suffices."""
     instead_of: str = ""
-    """Name (`words`) of a stronger relaxation whose `ways` are the same requests, with more given up.
+    """Name (`words`) of an earlier relaxation, whose `ways` are the same requests with less given up.
 
-    Of this relaxation, only the requests before the stronger one's first feasible request are tried.
+    Of this relaxation, only the requests before the other one's first feasible request are tried.
     """
     useless_after: tuple[str, ...] = ()
     """Names (`words`) of relaxations that give up less; if one of them is feasible, this one is not tried."""
@@ -88,7 +88,7 @@ def nearest(
     budget_s: float = _BUDGET_S,
     wanted: int = _WANTED,
 ) -> Nearest:
-    """Return which relaxations make a problem feasible (`works`), tried in order until `wanted` do or `budget_s` are up."""
+    """Try relaxations in order until `wanted` are feasible, as `works` tests, or `budget_s` seconds are up; return results."""
     until = time.monotonic() + budget_s
     found: dict[str, int] = {}
     said: list[str] = []
@@ -204,7 +204,7 @@ def _share(problem: Problem) -> int:
 
 
 def _everything(problem: Problem) -> Problem:
-    """Return the problem with all relaxations that keep the cluster and the model as they are."""
+    """Return the problem with full recomputation, every tensor-parallel degree and, if possible, one-sample microbatches."""
     smaller = any(True for _ in _microbatches(problem))
     space = replace(
         problem.space,

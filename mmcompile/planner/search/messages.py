@@ -21,8 +21,8 @@ End = tuple[int, Sequence[int]]
 def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the ranks of every stage, chain by chain; no two stages share a rank.
 
-    Chains lie one after the other, those of larger tp first, so that no tensor-parallel group leaves its node; in a chain,
-    replica by replica, stage by stage, so that neighbours in the pipeline are near.
+    Each chain has consecutive ranks, the chain of the largest tp first, so that no tensor-parallel group crosses nodes. In a
+    chain they go replica by replica, in a replica stage by stage, so that neighbours in the pipeline are near.
     """
     base: dict[int, int] = {}
     free = 0
@@ -48,7 +48,7 @@ class StageMessages:
     priced: Sequence[PricedChain]
 
     def num_bytes(self, target: int, sent: Sent) -> int:
-        """Return the forward bytes of a message to one replica of a target chain."""
+        """Return the forward bytes of one microbatch's message to one replica of the chain with the index `target`."""
         replicas = self.degrees[target].dp
         return sum(
             int(self.priced[chain].whole_bytes[layer]) * self.degrees[chain].dp // replicas for chain, layer in sent

@@ -132,10 +132,7 @@ class OptionTables:
         self.too_big.setdefault(text, shortage)
 
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
-        """Return the least seconds of the slowest of 1, 2, ... stages, [most].
-
-        Infinite where the memory cannot hold the stages.
-        """
+        """Return the least seconds of the slowest of 1, 2, ... stages, [most]; infinite where stages do not fit the memory."""
         key = (priced, setting.schedule, min(setting.num_microbatches, 2 * most + 1), most, last)
         if key in self._slowest:
             return self._slowest[key]
@@ -175,9 +172,9 @@ def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: boo
 
 
 def _undominated(ranks: Index, first: Array, second: Array) -> Index:
-    """Return the indices of the options worth keeping, in order of ranks: those not beaten in both costs with as few ranks.
+    """Return the indices of the options worth keeping, by rising ranks; each option has two costs, `first` and `second`.
 
-    Of options with equal ranks and costs, only the first is kept. Arrays are [options]; `first` and `second` are the costs.
+    An option is dropped if another with no more ranks has neither cost higher; of equal ones the first is kept.
     """
     order = np.lexsort((second, first, ranks))
     kept: list[int] = []
@@ -209,14 +206,14 @@ class JoinedEncoders:
     path_s: Array
     """Seconds of the longest path through encoders, forward and backward, [combinations]."""
     before_s: Array
-    """Least seconds before the last chain's first stage begins plus those after it ends, [combinations]."""
+    """Least seconds that encoders take before the last chain's first stage begins and after it ends, together, [combinations]."""
     tail_s: Array
 
     @classmethod
     def of(
         cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
     ) -> JoinedEncoders:
-        """Return the joint options of all encoders that are worth keeping, from the options of each."""
+        """Return the joint options of all encoders, given those of each: all of them if `everything`, else only the best."""
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero

@@ -234,7 +234,7 @@ def _too_big(engine: BranchAndBound) -> Iterator[Rejected]:
 def sample_rates(
     candidate: Candidate, geometries: Mapping[str, Geometry], pricing: Pricing | None = None
 ) -> tuple[SampleRate, ...]:
-    """Return the cost of samples near the mean load of a slot, for each component on a replica of its chain.
+    """Return for each component the seconds and bytes of samples, as polynomials that hold near its mean load in a microbatch.
 
     Args:
         geometries: component name -> geometry of its samples.

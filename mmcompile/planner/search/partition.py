@@ -113,11 +113,11 @@ class StageTables:
         return tuple(layer.working_bytes for layer in self.layers)
 
     def held(self, in_flight: int) -> Table:
-        """Return bytes without working bytes, [N+1]: entry i is of the first i layers with so many microbatches in flight."""
+        """Return entry i: bytes of the first i layers with `in_flight` microbatches in flight, without working bytes, [N+1]."""
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
-        """Return bytes to subtract for a stage's first layer i, [N+1]: the stage holds `held[j] - held_before[i]`."""
+        """Return what to subtract from `held`, [N+1]: the stage of layers i..j-1 holds `held[j] - held_before[i]` bytes."""
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:
@@ -175,10 +175,9 @@ def partition(
     tail: int = 0,
     num_microbatches: int | None = None,
 ) -> tuple[Split | None, ...]:
-    """Split a chain optimally into 1, 2, ..., `max_stages` stages.
+    """Split a chain into 1, 2, ..., `max_stages` stages, so that the slowest stage is as fast as possible.
 
     Args:
-        layers: the chain, first to last.
         max_stages: at most `len(layers)`; a stage has at least one layer.
         memory_bytes: limit of one stage; None means no limit.
         tail: stages between the end of the chain and the loss, the loss stage included (0: the chain ends in the loss).
@@ -205,11 +204,11 @@ def partition(
 
 
 def cheapest_splits(costs: Iterable[Table]) -> Iterator[Split | None]:
-    """Yield the splits into 1, 2, ... stages whose slowest stage is fastest; None where no split is possible.
+    """Yield the splits of a chain into 1, 2, ... stages whose slowest stage is fastest; None where no split is possible.
 
     Args:
-        costs: costs of the 1st, 2nd, ... stage from the chain's end: [N+1, N+1] picoseconds of layers i..j-1, infinite where they
-            must not be that stage.
+        costs: one table [N+1, N+1] for the 1st, 2nd, ... stage from the chain's end: entry [i, j] is the picoseconds of layers
+            i..j-1, infinite where they must not be that stage.
     """
     best: Table | None = None
     cuts: list[Table] = []
@@ -225,7 +224,7 @@ def cheapest_splits(costs: Iterable[Table]) -> Iterator[Split | None]:
 
 
 def equal_ranges(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Return at most `count` ranges whose sizes differ by one at most, the longer ones first."""
+    """Return layers `first` to `last` (excluded) in at most `count` ranges: sizes differ by one at most, longer ones first."""
     count = min(count, last - first)
     size, longer = divmod(last - first, count)
     ends = [first + index * size + min(index, longer) for index in range(count + 1)]

@@ -26,7 +26,7 @@ Decided = tuple[int | None, ...]
 
 
 def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
-    """Return balance groups as chain indices: the last chain alone, and each set of other chains that values connect."""
+    """Return balance groups as tuples of chain indices: the last chain alone, and the others grouped by the edges among them."""
     last = len(chains.chains) - 1
     graph = nx.Graph()
     graph.add_nodes_from(range(last))
@@ -39,8 +39,8 @@ def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: boo
 
     Args:
         wanted: chain or component name -> replicas.
-        follow: chains that are not named, in a balance group without any, have as many replicas as the last chain, which has 1 if
-            it is not named; otherwise the search chooses.
+        follow: True: a balance group without a named chain has as many replicas as the last chain, or 1 if that is not named
+            either. False: its chains get None, as the search chooses.
     """
     found: list[int | None] = [None] * len(chains.chains)
     for group in balance_groups_of(chains):
@@ -61,7 +61,7 @@ NUM_DRAWS = 4
 _SEED = 0
 
 _PriceKey = tuple[ChainSpec, LayerSharding, float, tuple[int, ...]]
-"""(chain, sharding of its layers, samples of a slot, (microbatches, replicas) or () if loads do not depend on them)."""
+"""(chain, sharding of its layers, samples of a microbatch, (microbatches, replicas) or () if loads do not depend on them)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,9 +82,7 @@ class ChainPrices:
     )
 
     def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
-        """Return the mean load of a component in a slot, on one replica of its chain.
-
-        None where costs are known at one load only.
+        """Return the mean load of a microbatch in a component on one replica; None if costs are known at one load only.
 
         Args:
             last: True for the chain that ends in the loss: the load is that of the replica with the most tokens, as in
@@ -119,12 +117,9 @@ class ChainPrices:
     def drawn_loads(self, setting: Setting, degrees: Degrees, *, last: bool) -> Mapping[str, NDArray[np.float64]]:
         """Return component -> tokens and squares of a replica of a chain in random steps, [draws, microbatches, 2].
 
-        Samples are taken as they come. A step lasts as long as its slowest replica, so the last chain is represented by its
-        replica with the most tokens; replicas of other chains share the samples of a slot evenly. The result is empty without a
-        dataset, where all microbatches are equal.
-
-        Args:
-            last: True if the chain ends in the loss.
+        Samples are taken as they come. A step lasts as long as its slowest replica, so the chain that ends in the loss (`last`)
+        is represented by its replica with the most tokens. Replicas of other chains share each microbatch's samples evenly. The
+        result is empty without a dataset, where all microbatches are equal.
         """
         if self.workload is None or self.workload.stats is None:
             return {}
@@ -238,7 +233,7 @@ class Problem:
     fsdp: Collection[str] = ()
     """Chains and components whose replicas share their parameters."""
     replicas_follow: bool = False
-    """True: chains without decided replicas have as many as the last chain, 1 if it is not named. False: the search chooses."""
+    """True if chains without decided replicas have the last chain's number (1 if not named); False if the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")

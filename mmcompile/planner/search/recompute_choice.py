@@ -85,7 +85,7 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Layers by kind and variant, counts [points, columns]; of a stage, column 0 is 1 if no layer recomputes."""
+    """Number of layers of each kind in each variant, [points, columns]; column 0 of a stage is 1 if no layer recomputes."""
 
     @classmethod
     def of(
@@ -136,7 +136,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Yield the front of choices in which each layer needs at most `working` working bytes; no front if there are none."""
+    """Yield the front of choices in which no layer has more than `working` working bytes, if any; `kinds` as from `_kinds`."""
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -157,7 +157,7 @@ def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -
 
 
 def _counts(number: int, possible: Sequence[bool]) -> NDArray[np.int32]:
-    """Return all ways to give one of the possible variants to each of `number` equal layers, as counts [ways, variants]."""
+    """Return all ways to distribute `number` equal layers over those variants that are `possible`, as counts [ways, variants]."""
     rows = [[]] if any(possible) else []
     last = max((index for index, may in enumerate(possible) if may), default=0)
     for index, may in enumerate(possible):

@@ -23,13 +23,10 @@ class Splitter:
     _tables: dict[tuple[object, ...], tuple[Split | None, ...]] = field(default_factory=dict, repr=False)
 
     def parts(self, combination: Combination, memory_bytes: int | None) -> list[Ranges] | int:
-        """Return the layer ranges of each chain's stages, or the index of a chain whose stages do not fit the memory.
+        """Return the layer ranges of each chain's stages; if a chain cannot be split within `memory_bytes` a stage, its index.
 
         Chains near the loss are split first, as their stage counts set the distance to the loss, and so the microbatches in
         flight, of all chains before them.
-
-        Args:
-            memory_bytes: limit of one stage; None for no limit.
         """
         chains, setting, counts = combination.chains, combination.setting, combination.counts
         parts: list[Ranges] = [()] * len(counts)
@@ -55,9 +52,9 @@ class Splitter:
         memory_bytes: int | None,
         max_stages: int,
     ) -> tuple[Split | None, ...]:
-        """Return a chain's best split into each of 1, 2, ... stages, `max_stages` or more; None where no split fits the memory.
+        """Return a chain's best splits into 1, 2, ... stages, at least up to `max_stages`; None where no split fits the memory.
 
-        `tail` stages lie between the end of the chain and the loss.
+        `tail` is the number of stages between the end of the chain and the loss.
         """
         most = min(len(chain.layers), max(max_stages, self.problem.num_devices // degrees.ranks, 1))
         flights = min(setting.num_microbatches, tail + most)
@@ -100,9 +97,10 @@ class Splitter:
 def _scheduled(
     layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
-    """Return layers, memory limit and microbatch count for `partition`, so that its 1F1B memory formula equals the schedule's.
+    """Return (layers, memory limit, microbatches) with which `partition`, made for 1F1B, finds the bytes under any schedule.
 
-    Recomputed activations and gathered parameters exist for one layer at a time.
+    `flights` is the most microbatches in flight under 1F1B. The least working bytes of the layers, which every stage needs, are
+    subtracted from all layers and from the limit.
     """
     if memory_bytes is None:
         return layers, None, flights
@@ -123,7 +121,10 @@ def _scheduled(
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:
-    """Return (a, b, n) such that a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight under a schedule."""
+    """Return (a, b, n): under a schedule, a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight.
+
+    `depth` is the number of stages behind it, up to the loss; `flights` is n under 1F1B.
+    """
     count = setting.num_microbatches
     match setting.schedule:
         case "1f1b" | "zb-h1":

@@ -1,15 +1,15 @@
 """Baselines: layouts of other systems for a multimodal model, as candidates of our vocabulary, priced by our simulator.
 
-A baseline is about as strong as its structure allows: degrees, microbatches and recomputation are the fastest by the simulator
-of those guessed best in the search space, under 1F1B, on all devices, with one tensor-parallel degree. Only the structure and
-the rule by which layers are cut are theirs.
+A baseline is about as strong as its structure allows: its degrees, microbatches and recomputation are searched, under 1F1B, on
+all devices, with one tensor-parallel degree. The candidates with the best guesses are simulated, and the fastest is taken. Only
+the structure and the rule by which layers are cut are those of the other system.
 
-    frozen-unaware   encoders, projectors and language model on devices of their own, as ours; but stages are shared out and
-                     cut by forward time, as if everything trained (backward a fixed multiple of forward)
+    frozen-unaware   encoders, projectors and language model on devices of their own, as ours; but each gets its number of stages,
+                     and is cut, by forward time, as if everything trained (backward a fixed multiple of forward)
     megatron         one line; all encoders in as few first stages as hold them, the language model behind, by forward time
     replicated       every stage of the language model, cut by forward time, runs all encoders on the whole microbatch again
-    equal-layers     one line; every stage has as many layers
-    pinned           one line; all encoders in the first stage, and every stage as many layers of the language model
+    equal-layers     one line; all stages have the same number of layers
+    pinned           one line; all encoders in the first stage, and in every stage the same number of language-model layers
     fsdp             no pipeline: every device, or every few that share tensors, a replica; parameters spread over all
 
 Source: Oobleck / Cornstarch / Entrain dissertation §3.5 (frozen-unaware, megatron, fsdp) and Cornstarch §2.2 (replicated, as in
@@ -46,7 +46,7 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Chains that baselines use: with components apart, in one line, or encoders together; made once to be priced once."""
+    """Chains that baselines use: components apart, all in one line, or encoders together. Each is priced only once."""
 
     problem: Problem
 
@@ -95,7 +95,7 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Choices of a baseline before layers are assigned: a setting, one tp for all chains, and all devices left as stages."""
+    """Choices of a baseline before layers are assigned: setting, one tp for all chains, and the stages that fill the devices."""
 
     lines: Lines
     setting: Setting
@@ -140,7 +140,7 @@ Structure = Callable[[Frame], Iterator[Candidate]]
 
 
 def baseline(name: str, problem: Problem) -> Candidate:
-    """Return the fastest candidate that fits the memory of a baseline; `name` is its name in `BASELINES`.
+    """Return a baseline's fastest candidate among those that fit the memory; `name` is its name in `BASELINES`.
 
     Raises:
         PlanError: the name is unknown, stage counts are demanded although the baseline decides them, there is no batch to share
@@ -172,7 +172,7 @@ class _Race:
     best: Candidate | None = None
     best_s: float = inf
     smallest: Candidate | None = None
-    """Candidate with the least memory, even if it does not fit."""
+    """Candidate with the least memory of all that were tried, which the error names if none fits."""
 
     def run(self, frames: Iterable[Frame]) -> None:
         waiting: list[Candidate] = []

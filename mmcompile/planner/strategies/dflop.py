@@ -1,12 +1,13 @@
 """`dflop`: one (tp, pp, dp) for the encoders, one for the language model, and a microbatch count, by mean work.
 
-All devices are used (Eq. 3). A stage has an equal part of its module; a step is taken to last
+All devices are used (Eq. 3). A stage has an equal part of its module; the time of a step is estimated as
 
     T = (N_mb + E_pp + L_pp - 1) max(E_dur, L_dur)
 
-with the durations of the mean microbatch. Memory by Eq. 4-5: an encoder stage keeps the activations of E_pp + L_pp
-microbatches, a language-model stage those of L_pp. The argmin over all of these is Algorithm 1; its candidate is cut into
-equal numbers of layers. Where its memory model is too kind for ours, the next best is taken.
+with N_mb microbatches, pp stages and dur seconds of one stage for the mean microbatch, of the encoders (E) and of the language
+model (L). Memory is by Eq. 4-5: an encoder stage keeps the activations of E_pp + L_pp microbatches, a language-model stage those
+of L_pp. Algorithm 1 takes the configuration with the least T, cut into equal numbers of layers. Where that exceeds the memory by
+our model, the next best is taken.
 
 Differences: microbatch counts are divisors of a replica's samples, and replicas divide or multiply each other, so that
 the global batch is shared evenly; durations are those of our costs, by the mean microbatch; recomputation is one more choice.
@@ -49,7 +50,7 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
 
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Yield the best few configurations of encoders and language model for each setting."""
+    """Yield for each setting the 8 fastest configurations, by DFLOP's estimate, that use all devices and fit its memory model."""
     combos, devices, limit = Combinations(problem=problem), problem.num_devices, problem.memory_bytes(1)
     known: dict[tuple[object, ...], Array] = {}
 

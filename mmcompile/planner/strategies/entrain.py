@@ -1,12 +1,12 @@
 """`entrain`: devices in proportion to each component's work, then the best degrees of each within its share.
 
-For every number of replicas, components get `ProportionalAllocation` of a replica's devices, by their mean work over the
-dataset (what a stable profiling batch estimates); each tries every tp x cp x pp that makes its share, split by Eq. 4.1. A step is
-taken to last Eq. 4.2,
+For every number of replicas, a replica's devices are divided among the components in proportion (`allocate`) to their mean work
+over the dataset (what a stable profiling batch estimates). Each component tries every tp x cp x pp that fills its share, with
+layers split by Eq. 4.1. The time of a step is estimated by Eq. 4.2,
 
     T = sum of all stage times + (K - 1) slowest stage + resharding
 
-and the highest throughput wins. Every component has as many replicas; microbatches of every size that shares the batch
+and the highest throughput wins. All components have the same number of replicas. Microbatches of every size that shares the batch
 evenly are tried, and every recomputation.
 
 Source: Entrain, Algorithm 3 (dissertation of Oobleck / Cornstarch / Entrain, §4.4.3).
@@ -45,7 +45,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Yield every tp x cp x pp of every allocation of devices, with a guess by Eq. 4.2 for stages as even as layers allow."""
+    """Yield every tp x cp x pp of the components in which each fills its share of the devices, with a guess by Eq. 4.2."""
     combos = Combinations(problem=problem)
     tables = combos.tables
     for setting in combos.settings:
@@ -77,7 +77,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
 
 
 def _step_s(candidate: Candidate) -> float:
-    """Return the seconds of a candidate's step by Eq. 4.2, plus the messages between components of different degrees."""
+    """Return the seconds of a candidate's step by Entrain's Eq. 4.2; messages count between chains of different degrees only."""
     count = candidate.setting.num_microbatches
     slowest_s = max(stage.total_s for stage in candidate.stages)
     crossing_s = sum(

@@ -31,7 +31,7 @@ _FINALISTS = 6
 
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
-    """Return the candidates of Cornstarch's Algorithm 1."""
+    """Return the best candidates of Cornstarch's Algorithm 1 by its estimate, for the simulator to choose from."""
     combos = Combinations(problem=problem)
     frames = sorted(_frames(combos), key=lambda frame: frame[0])[:_MAX_FRAMES]
     options = chained.from_iterable(_counts(combos, *frame) for _, frame in frames)
@@ -66,7 +66,7 @@ def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setti
 
 
 def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: Degrees) -> Iterator[Combination]:
-    """Yield every stage count of the last chain with a rough estimate of the step; encoders still have one stage each."""
+    """Yield a combination for each stage count of the last chain, with a guess of its step; encoders have 1 stage for now."""
     problem, last = combos.problem, chains.chains[-1]
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
     if most < 1:

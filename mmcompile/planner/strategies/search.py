@@ -50,7 +50,7 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
         strategy: name of a strategy, or a function that proposes candidates.
 
     Raises:
-        ConfigError: no strategy has that name, or the space has no combination to begin with.
+        ConfigError: unknown name, placement `disjoint` needed but not allowed, or no candidate with the requested replicas.
     """
     engine = BranchAndBound(problem=problem)
     apart = any(not chains.colocated for chains in problem.sets)
@@ -86,7 +86,7 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
 
 
 def _within(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether the problem's space allows a candidate's degrees, schedule, recomputation, placement and counts."""
+    """Return whether a problem allows a candidate's degrees, schedule, recomputation, placement, microbatches and replicas."""
     space, setting = problem.space, candidate.setting
     placing = "colocated" if candidate.chains.colocated else "disjoint"
     return (
@@ -106,7 +106,7 @@ def _within(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether chains have the decided numbers of replicas, equal within each balance group."""
+    """Return whether a candidate's chains have the numbers of replicas that the request fixes, equal in each balance group."""
     wanted = decided_replicas(candidate.chains, problem.replicas, follow=problem.replicas_follow)
     own = [degrees.dp for degrees in candidate.degrees]
     return (
@@ -117,9 +117,10 @@ def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _shared_ranks(problem: Problem, chains: ChainSet, setting: Setting) -> Candidate:
-    """Return the candidate with one stage for each chain, chains assigned to devices longest first, each to the least loaded.
+    """Return the candidate in which each chain is one stage, and chains share devices, as there are fewer devices than chains.
 
-    The device of the last chain gets the highest rank; the other ranks follow the order of the first chain on each device.
+    Chains are assigned in descending order of their seconds, each to the device with the fewest seconds so far. The device of the
+    last chain gets the highest rank; the others are numbered in the order of the first chain on each.
     """
     last = len(chains.chains) - 1
     priced = [problem.prices.priced(chain, Degrees(), setting) for chain in chains.chains]
