@@ -125,7 +125,7 @@ class _Casts:
             self._stale.add(node)
 
     def _settle(self, node: fx.Node) -> None:
-        """Compute a node's result dtype again from its cast inputs, and record it; the original dtype is noted if it changed."""
+        """Compute a node's result dtype again from its cast inputs, and record it; keep the original one for `restore`."""
         if node not in self._stale:
             return
         old, tree = pytree.tree_flatten(node.meta["val"])

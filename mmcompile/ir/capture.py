@@ -44,9 +44,8 @@ def capture(
         model: any module whose forward takes the batch by name and returns a loss; real or fake parameters.
         batch: input name -> tensor or plain value. At best two or more samples with real padding: sizes of 1 and absent
             padding are baked in (and guarded).
-        dynamic: a second batch of the same inputs: dims in which it differs are kept symbolic as far as the model's
-            code lets them be; where it does not, or symbolic capture fails, the graph holds for one size (a bucket) and
-            has the reason.
+        dynamic: a second batch of the same inputs. Dims in which it differs become symbolic if the model's code allows it. All
+            other sizes are fixed; `ModelGraph.reasons` explains each dim that should vary but is fixed.
         varying: input name -> dims to keep symbolic in the same way, where no second batch shows them.
         reference: components of an earlier capture of this model, whose layer order is then kept.
 

@@ -189,7 +189,7 @@ def plain_checkpointing() -> Generator[None]:
 
 
 def positions_of_text(model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping[str, object]) -> torch.Tensor | None:
-    """Return the `position_ids` from which a transformers model would generate; None if it generates no text.
+    """Return the `position_ids` that a transformers model computes to generate text; None if it generates no text.
 
     Args:
         model: model, whose state is not changed.

@@ -30,12 +30,12 @@ def copied(graph: ModelGraph) -> ModelGraph:
 
 
 def rewritten(graph: ModelGraph, lines: Iterable[str], **changes: Any) -> ModelGraph:
-    """Return a copy of a graph whose nodes a pass has changed, once it is consistent and its code is generated again.
+    """Check a graph that a pass has changed, generate its code again, and return it with other fields.
 
     Args:
         graph: result of `copied`, after the pass changed it.
         lines: lines to add to `ModelGraph.rewrites`.
-        changes: other fields of the graph, with their new values.
+        changes: fields of `ModelGraph`, with their new values.
     """
     graph.module.graph.lint()
     graph.module.recompile()

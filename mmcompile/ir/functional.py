@@ -62,7 +62,7 @@ _FUNCTIONAL = {
 }
 """In-place op -> functional op, where the name is not the same without `_`."""
 _OVERLOADS = {"bernoulli_.float": "p"}
-"""In-place overload -> overload of the functional op, where it is another."""
+"""In-place overload -> overload name of the functional op, where the two differ."""
 NO_GRAD = "no_grad"
 """Key in `node.meta` of nodes that the model computes under `torch.no_grad`."""
 

@@ -237,7 +237,7 @@ class ModelGraph:
     loss: LossInfo
     mode: CaptureMode
     reasons: tuple[str, ...] = ()
-    """Reasons against each better capture mode, one line each."""
+    """Reasons why better capture modes failed, one line for each mode."""
     dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Input name -> dims that may vary without a new capture."""
     hints: Mapping[str, int] = field(default_factory=dict)

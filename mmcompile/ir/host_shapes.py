@@ -1,10 +1,8 @@
 """The host shape program: values that a capture needs of a batch's integers, computed on CPU before the batch runs.
 
-Three kinds of result: *reads*, values that Python looked at during capture (the graph holds for a batch with equal
-reads);
-*host values*, tensors whose shape depends on values (positions of a mask), handed to the stages as inputs; and the
-  number of
-tokens that carry loss.
+Three kinds of result: *reads*, values that Python looked at during capture (the graph holds for a batch with equal reads);
+*host values*, tensors whose shape depends on values (positions of a mask), handed to the stages as inputs; and the number
+of tokens that carry loss.
 """
 
 from __future__ import annotations
@@ -263,7 +261,7 @@ def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose values a node needs."""
+    """Return the nodes that must be computed before a node: its inputs, without a tensor that only gives a factory its type."""
     free = _free_factory(node)
     if free is None:
         return node.all_input_nodes

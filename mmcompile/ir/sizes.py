@@ -155,8 +155,7 @@ def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.
 
     Args:
         tensor: tensor with symbols in its shape.
-        memory: identity of a symbolic storage -> a tensor that keeps it alive, so that no other gets its identity, and
-            its counterpart.
+        memory: identity of a symbolic storage -> (a tensor that keeps the storage alive, the storage that replaces it).
     """
     storage = storage_of(tensor)
     if storage not in memory:

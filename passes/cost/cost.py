@@ -161,7 +161,7 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
-    """Add to `work`, the work of one node, the parts due to attention and to ops that selective recomputation keeps."""
+    """Add to `work`, the amounts of one node, its fields for attention and for ops kept by selective recomputation."""
     growth = growths.work(node)
     if op_name(node) in ATTENTION or growth == Growth.SQUARES:
         work["attention_flops", growth] = work["forward_flops", growth]

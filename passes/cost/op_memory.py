@@ -141,7 +141,7 @@ def _memory_owner(node: fx.Node) -> fx.Node:
 
 
 def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-    """Return (node of the same growth, bytes) of tensors that an op computes and keeps beside inputs and result."""
+    """Return (node whose size grows alike with the load, bytes) of tensors that an op keeps beside its inputs and result."""
     name = op_name(node)
     values = tensors(node)
     if name in _ROW_STATISTICS:

@@ -93,7 +93,7 @@ _Words = tuple[fx.Node, fx.Node]
 
 @final
 class _AttentionRewriter:
-    """Rewrites the attention calls of one graph; remembers the words nodes it made, and why each call left as it is was left."""
+    """Rewrites the attention calls of one graph; keeps the words nodes it made, and the reason for each call left as it was."""
 
     def __init__(self, impl: str) -> None:
         self._impl = impl

@@ -87,7 +87,7 @@ class NodeMaker:
     def words(self, formula: MaskFormula) -> fx.Node:
         """Return the words node of a formula.
 
-        Raises UnrecognisedMask, and leaves the graph unchanged, if no node of shape [B, T] has an expression's values.
+        Raises UnrecognisedMask, and leaves the graph unchanged, if no node of shape [B, T] computes one of its expressions.
         """
         try:
             arguments = (

@@ -41,7 +41,12 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
 def _by_heads(
     flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
 ) -> TensorShard:
-    """Return an attention op's sharding by heads, required of `query` and `others` alike; `grouped`: heads may be shared."""
+    """Return the sharding by heads of an attention op's result, required of queries, keys and values alike.
+
+    Args:
+        others: keys and values.
+        grouped: True if several query heads may read one head of keys and values.
+    """
     sharded = next(value for value in (query, *others) if value in flow.shards)
     from_right = flow.shard_of(sharded).dim - len(shape(sharded))
     if from_right > -3:

@@ -84,7 +84,12 @@ class ShardRewriter:
         full: Sequence[Any],
         target: Any,
     ) -> None:
-        """Make `node` read a part of `value`, made by `target` with `layout` (dim, blocks or heads); `full`: the part's sizes."""
+        """Make `node` read a rank's part of its whole input `value`, through a new node of op `target`.
+
+        Args:
+            layout: (sharded dim, sizes of its blocks), or (dim of heads, heads that each rank reads, rank 0 first).
+            full: sizes of the part.
+        """
         carries = (node, value) in region.copies
         source = value = self._summed.get(value, value)
         if carries:
