@@ -304,7 +304,7 @@ def parallelize(
 
 
 def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
-    """Raise ConfigError, naming the option, if an option contradicts the given plan."""
+    """Raise ConfigError if an option contradicts the given plan. `packed`: True if samples to pack into a row were given."""
     attention, context_parallel = request.attention, request.context_parallel
     if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
         raise ConfigError(
@@ -326,6 +326,6 @@ def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
 
 
 def _recipe(plan: Plan, name: str) -> Recipe:
-    """Return the recipe with which another process makes balancer `name` for steps of a plan."""
+    """Return the function and text arguments with which another process makes balancer `name` for steps of a plan."""
     function = balancer_of_json
     return Recipe(module=function.__module__, function=function.__name__, arguments=(plan.to_json(), name))

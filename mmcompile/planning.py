@@ -94,7 +94,7 @@ class PlanInputs:
 
 
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
-    """Return the choices to search: without a global batch what the engine runs, else all, CP only if `can_share_tokens`."""
+    """Return the degrees and modes to search: with a global batch all (CP if `can_share_tokens`), else what the engine runs."""
     if request.global_batch is None:
         space = SearchSpace(microbatches=(request.num_microbatches or DEFAULT_MICROBATCHES,))
     else:

@@ -152,9 +152,9 @@ def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
 
 
 def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
-    """Return the most microbatches that pipelines can run in time, int64 [templates + 1, pipelines + 1, nodes + 1].
+    """Return the most microbatches that pipelines can run by a deadline, int64 [templates + 1, pipelines + 1, nodes + 1].
 
-    Entry [t, p, n] is for p pipelines on n nodes, all used, with only the first t templates. `limits`: the most of each template.
+    Entry [t, p, n] is for p pipelines of the first t templates on n nodes, all used. `limits`: the most of one, by template.
     """
     most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)
@@ -172,7 +172,7 @@ def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.
 def _combinations(
     shapes: _Shapes, limits: tuple[int, ...], table: np.ndarray, used: int, like: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield up to `_MAX_TIED` combinations that run the step in time on `used` nodes, the most similar to `like` first.
+    """Yield up to `_MAX_TIED` combinations that run a step by a deadline on `used` nodes, the most similar to `like` first.
 
     A combination is the node count of each of its pipelines. `limits`: from `_limits`. `table`: from `_capacities`. `like`: node
     count -> number of running pipelines.

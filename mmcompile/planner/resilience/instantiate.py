@@ -88,7 +88,7 @@ def planned(
     reason: str = "",
     kept_bytes: int = 0,
 ) -> MembershipPlan[Node]:
-    """Return a plan of given pipelines, with the seconds of its step and without copies."""
+    """Return the `MembershipPlan` of the given pipelines, with the predicted seconds of its step and without copies."""
     return MembershipPlan(
         pipelines=pipelines,
         spares=spares,

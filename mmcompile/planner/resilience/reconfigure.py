@@ -98,7 +98,7 @@ def _by_rules(
     spares: Sequence[Node],
     sources: Mapping[Node, np.ndarray],
 ) -> MembershipPlan[Node] | str:
-    """Return the plan by the published rules, each group keeping most bytes in place; or text on why the rules give none."""
+    """Return the plan by the published rules (`regroup`) without the nodes `gone`; or text, the reason why they give none."""
     found = regroup([pipeline.nodes for pipeline in pipelines], gone, tuple(job.by_size), spares)
     if found is None:
         return "no pipeline has enough nodes left"

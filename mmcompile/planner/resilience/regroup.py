@@ -83,7 +83,7 @@ def _giver(groups: Sequence[list[Node]], idle: list[Node], minimum: int) -> list
 
 
 def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]], list[list[Node]]] | None:
-    """Join groups smaller than `minimum`; return (all groups, the joined ones), None if all nodes are fewer than `minimum`."""
+    """Join groups of fewer than `minimum` nodes; return (all groups, joined groups), None if all nodes together are too few."""
     whole = [group for group in groups if len(group) >= minimum]
     joined: list[list[Node]] = []
     open_group: list[Node] = []

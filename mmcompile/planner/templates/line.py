@@ -185,7 +185,8 @@ class Line:
 def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return two arrays [layers + 1, layers + 1] for one chain: entry [i, j] is for a stage of layers i..j-1.
 
-    The first holds picoseconds, the second the largest number of stages to the loss for which the memory suffices (-1: none).
+    The first holds its picoseconds. The second holds the most stages behind it with which its microbatches in flight fit the
+    memory, -1 if it never fits.
     """
     count = len(shared.forward_s)
     zeros = (0.0,) * count

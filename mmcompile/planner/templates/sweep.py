@@ -231,7 +231,7 @@ class Sweep:
 
 
 def _best(rest: NDArray[np.int64], cost: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the minimum over n stages of cost [n, guesses] plus `rest` [n, guesses, ...] plus depths, at most `INFINITE`."""
+    """Return the least sum, over n stages, of cost [n, guesses], `rest` [n, guesses, ...] and depths; at most `INFINITE`."""
     added = cost[:, :, None] + depths
     return np.minimum((rest + added[..., None, None]).min(axis=0), INFINITE)
 
