@@ -168,7 +168,7 @@ def _pairs(
     window: int | None,
     *options: object,
 ) -> int:
-    """Return the number of visible pairs of a batch for one head; all pairs if the words have no values to count."""
+    """Return the number of visible pairs of a batch for one head; all pairs if the words are fake tensors, without values."""
     if isinstance(words, FakeTensor) or words.device.type == "meta":
         return prod((*words.shape, kv_words.shape[1]))
     return visible_pairs(words, positions, kv_words, kv_positions, window=window)

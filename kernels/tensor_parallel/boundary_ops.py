@@ -53,7 +53,7 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value for a component of another degree; its gradient arrives at one rank, and a sum gives it to all ranks."""
+    """Copy a whole value for a component of another TP degree; its gradient arrives at one rank, and a sum gives it to all."""
     return x.clone()
 
 

@@ -117,7 +117,7 @@ def tp_token_loss_backward(
     group_name: str,
     count: int,
 ) -> torch.Tensor:
-    """Return the gradient of this rank's logits, in their dtype: softmax minus one at the label; `normalizers` are the z's."""
+    """Return gradients of this rank's logits: softmax - one_hot(label), times `grad`; `normalizers` is z of `tp_token_loss`."""
     wide = _wide(logits)
     local, own, valid = _own_labels(wide, labels, ignore_index, group_name, count)
     softmax = (wide - normalizers.unsqueeze(1)).exp_()

@@ -41,7 +41,7 @@ class MicrobatchPlan:
     """Positions of its samples in the step's list of samples."""
     pattern: str
     sizes: dict[str, int]
-    """Port name -> value, for ports of kind "size"."""
+    """Port name -> value, for ports of kind "size", which are integers instead of tensors."""
     flow: Flow
     """Stages of the balance group that work on this microbatch, by program name; the other stages exchange no tensors for it."""
     inputs: tuple[ValueShape, ...]

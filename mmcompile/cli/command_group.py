@@ -118,15 +118,15 @@ class _CommandGroup(TyperGroup):
     """Commands that are imported when they run; listing them reads the first lines of their docstrings only."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names, in the order of the help."""
+        """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command with a name and a summary, for lists and near spellings."""
+        """Return a command with a name and a summary only, not imported, to list commands and to suggest similar names."""
         return TyperCommand(cmd_name, help=_summary_of(cmd_name)) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the imported command and the arguments left."""
+        """Return (name of the command in `args`, the imported command, the rest of `args`)."""
         if args and args[0] in COMMANDS:
             return args[0], _command_of(args[0]), args[1:]
         return super().resolve_command(ctx, args)

@@ -40,7 +40,7 @@ _PARSERS: Mapping[str, Callable[[str, list[str]], Any]] = {
     "Components": parse_components,
     "Sequence[str]": lambda option, texts: tuple(texts),
 }
-"""Type of a field, as it is written -> parser of the texts that are typed for it."""
+"""Name of a field's type in `mmcompile.config` -> parser (option, texts typed for it) -> value."""
 
 
 def with_config(function: Callable[..., None]) -> Callable[..., None]:
@@ -81,7 +81,7 @@ def with_config(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def typed_options(context: typer.Context) -> dict[str, str]:
-    """Return the parameters given on the command line: name -> option as typed, or placeholder of an argument."""
+    """Return the parameters given on the command line: name -> option as typed, or an argument's name in the help (`MODEL`)."""
     found: dict[str, str] = {}
     for own in context.command.params:
         source = context.get_parameter_source(own.name)
@@ -125,7 +125,12 @@ class Topic:
         return [_parameter(own, docs[own.name], searches) for own in fields(self.kind) if own.name in self.names]
 
     def value(self, name: str, typed: Any, offered: set[str], global_batch: int | None) -> Any:
-        """Return a field's value from `typed`, the text given for it; None for `search`. Raises ConfigError for a wrong text."""
+        """Return a field's value from `typed`, the text given for it; None for `search`. Raises ConfigError for a wrong text.
+
+        Args:
+            offered: names of the fields that are options of the command.
+            global_batch: value of `--global-batch`; some fields can be searched only if it is given.
+        """
         own = next(own for own in fields(self.kind) if own.name == name)
         search = own.metadata.get("search")
         if search and typed in (SEARCH, [SEARCH]):

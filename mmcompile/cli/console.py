@@ -26,7 +26,7 @@ def errors() -> Console:
 
 
 def print_error(message: str) -> None:
-    """Print a mistake of the user."""
+    """Print the message of a user's mistake on standard error."""
     from rich.markup import escape
 
     errors().print(f"[bold red]error[/bold red] {escape(message)}", soft_wrap=True)
@@ -68,7 +68,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a result for programs: one object."""
+    """Print a result for programs, as one JSON object."""
     import msgspec
 
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
@@ -76,14 +76,14 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def busy(what: str) -> Generator[None]:
-    """Show a spinner on a terminal while something takes seconds."""
+    """Show a spinner with the text `what` on a terminal, while the block runs."""
     with errors().status(what):
         yield
 
 
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Callable[[int], None]]:
-    """Show a spinner with a number on a terminal; yields the function that sets it."""
+    """Show a spinner with the text `what` and a number on a terminal; yield the function that sets the number."""
     with errors().status(what) as status:
         yield lambda count: status.update(f"{what}: {count}")
 

@@ -16,9 +16,9 @@ STATS_HELP = (
     "synthetic:NAME[:COUNT[:SEED]]."
 )
 STAGES_FIELDS = ("cluster", "num_microbatches", "stages", "projector", "attention", "context_parallel")
-"""Fields of a `PlanRequest` that `mmcompile stages` has."""
+"""Fields of a `PlanRequest` that are options of `mmcompile stages`."""
 OF_MODEL = ("train", "dtype", "batch_size", "text_tokens", "images", "image_size", "audios")
-"""Parameters that shape the model and its example batch."""
+"""Command parameters that determine the captured model and its example batch."""
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]

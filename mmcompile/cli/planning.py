@@ -12,7 +12,7 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planning import PlanInputs
 
 WITH_PLAN = "together with --plan: the plan decides it"
-"""Reason why options of a `PlanRequest` are refused beside a plan."""
+"""Part of an error message: the reason why options of a `PlanRequest` are refused if a plan is given."""
 
 
 def read_dataset(source: str) -> DatasetStats:

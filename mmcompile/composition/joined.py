@@ -39,7 +39,7 @@ LANGUAGE_MODEL = "language_model"
 
 
 def projector_of(name: str) -> str:
-    """Return the name of the projector behind an encoder."""
+    """Return the name of the projector behind encoder `name`: `<name>_projector`."""
     return f"{name}_projector"
 
 

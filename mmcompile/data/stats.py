@@ -21,7 +21,7 @@ _STATS_VERSION = 1
 _MAX_SAMPLES = 20_000
 """Largest number of sample shapes kept of a dataset; a larger dataset is sampled."""
 NUM_WORST = 64
-"""Number of heaviest samples kept by each measure: the most that a microbatch may hold."""
+"""Number of heaviest samples kept for each measure, so that a worst microbatch of up to 64 samples can be made."""
 _PROGRESS_EVERY = 1_000
 _PERCENTS = (1, 5, 25, 50, 75, 95, 99, 100)
 

@@ -168,7 +168,7 @@ class Masks:
         """Classify the eight query blocks of superblock pairs against the superblock of keys; refine those still GENERAL.
 
         Args:
-            packed: classes of `packed`, written in place.
+            packed: uint16 [batch, query blocks, key superblocks], eight 2-bit classes each, written in place.
             pairs: three index arrays: batch row, query superblock (counted from `first`), key superblock.
             first: index of the first query superblock in `packed`.
         """
@@ -190,7 +190,7 @@ class Masks:
         """Classify single tiles, each of one query block and one of the eight blocks of a key superblock, a few at a time.
 
         Args:
-            packed: classes of `packed`, written in place.
+            packed: uint16 [batch, query blocks, key superblocks], eight 2-bit classes each, written in place.
             places: three index arrays into `packed`: batch row, query block, key superblock.
             blocks: index of the query block of each place among the blocks of all batch rows.
             supers: index of the key superblock of each place among those of all batch rows.

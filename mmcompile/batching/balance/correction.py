@@ -274,7 +274,7 @@ class _Learned:
 
 
 def _mixed(old: float, new: float, memory: float) -> float:
-    """Return an exponential moving average; `new` if `old` is nan."""
+    """Return memory * old + (1 - memory) * new, an exponential moving average; `new` if `old` is nan."""
     return new if math.isnan(old) else memory * old + (1 - memory) * new
 
 

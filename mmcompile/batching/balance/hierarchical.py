@@ -82,7 +82,7 @@ class Hierarchical(Balancer):
 
 
 def replicas_of(encoder: np.ndarray, language: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Assign samples by descending encoder work, each to the replica with least language-model work; return int64 [samples]."""
+    """Assign samples by descending encoder work, each to the replica with least language-model work; int64 [samples]."""
     return place_in_order(language, np.lexsort((-language, -encoder)), num_replicas)
 
 

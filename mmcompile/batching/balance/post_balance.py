@@ -21,9 +21,9 @@ class Algorithm(StrEnum):
     """OrchMLLM algorithm, named after the quantity that it balances in one component."""
 
     SECONDS = "seconds"
-    """Algorithm 1 on costs: the cost of a packed batch is the sum of its samples' costs."""
+    """Algorithm 1 (LPT) on costs in seconds: the cost of a batch is the sum of its samples' costs."""
     PACKED = "packed"
-    """Algorithm 1 on tokens."""
+    """Algorithm 1 (LPT) on numbers of tokens."""
     PADDED = "padded"
     QUADRATIC = "quadratic"
     CONVOLUTION = "convolution"

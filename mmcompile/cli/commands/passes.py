@@ -106,7 +106,7 @@ def _place(own: OrderedPass) -> dict[str, Any]:
 
 
 def _run(model: str, config: ModelConfig, example: ExampleConfig, text: str) -> dict[str, Any]:
-    """Return the results of passes over a captured model, as text."""
+    """Return the passes named in `text`, run over the captured `model`: their order, results and rewrites, as text."""
     # The orders above are printed without torch.
     from mmcompile.cli.model import load_captured
     from mmcompile.passes.base import Analysis

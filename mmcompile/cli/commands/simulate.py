@@ -109,7 +109,7 @@ def simulate(
 
 
 def _check(model: str | None, stats: str | None, emit: Emission, output: Path | None, schedule: str | None) -> None:
-    """Refuse options that do not go together. Raises ConfigError."""
+    """Raise ConfigError for options of a simulated step that do not go together."""
     if (model is None) != (stats is None):
         raise ConfigError("MODEL and --stats go together: the model says what the samples cost; give both or neither")
     if (emit == "text") != (output is None):

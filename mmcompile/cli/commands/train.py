@@ -48,7 +48,7 @@ _FIELDS = (
     *("stages", "projector", "schedule", "recompute", "autocast", "attention", "context_parallel", "tensor_parallel"),
     *("replicas", "fsdp", "num_microbatches", "fault_tolerance"),
 )
-"""Fields of a `PlanRequest` that a run on this machine has."""
+"""Fields of a `PlanRequest` that are options of `mmcompile train`."""
 
 
 @with_config
