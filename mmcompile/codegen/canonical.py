@@ -16,7 +16,7 @@ from mmcompile.codegen.expressions import NAMES
 from mmcompile.errors import VerifyError
 
 _SYMBOL = re.compile(r"[A-Za-z_]\w*(?![\w(])")
-"""A size symbol in the text of a size: a name that is not called."""
+"""Pattern of a size symbol in the text of a size: a name that is not called."""
 _TENSOR = re.compile(r"\w+ \[(?P<shape>.*)\](?:, (?P<role>trained|gradient|tap))?")
 _KNOWN = NAMES | {"float", "slice", "tapped", "handed"}
 

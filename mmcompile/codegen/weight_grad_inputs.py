@@ -72,7 +72,7 @@ def products_of(run: NodeRun, deferred: Mapping[fx.Node, DeferredWeight], *, rec
 
 
 def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
-    """Return a tap of a value; None if its sizes do not follow from the run's inputs."""
+    """Return a tap of a value, its name ending in `suffix`; None if its sizes do not follow from the run's inputs."""
     found = [_size(size, known) for size in sizes(node)]
     return None if None in found else Tap(name=f"{node.name}_{suffix}", node=node, sizes=tuple(filter(None, found)))
 

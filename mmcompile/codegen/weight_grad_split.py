@@ -80,7 +80,7 @@ class DeferredGradient:
     bias: Tensor | None
     """Bias, [out]; None if it does not train."""
     recomputed: bool = False
-    """True if x is a tap."""
+    """True if `x` is a tap that receives the recomputed input, not the input itself."""
 
     def add(self) -> None:
         """Add the gradients of weight and bias to their `.grad`; do no work if the backward did not reach the product."""

@@ -113,7 +113,7 @@ def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
 
 @contextlib.contextmanager
 def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Generator[None]:
-    """Replace `FakeTensor.tolist`, plain Python that reads element by element, by one that calls `answer` first."""
+    """Replace `FakeTensor.tolist`, which reads element by element, by one that returns `answer(tensor)` unless it is None."""
     original = FakeTensor.tolist
 
     def tolist(self: FakeTensor) -> object:

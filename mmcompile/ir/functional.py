@@ -154,7 +154,7 @@ class _Memory:
         return self._hold(node, fresh)
 
     def write(self, node: fx.Node, target: fx.Node) -> None:
-        """Replace an in-place op by its functional form, and erase it."""
+        """Replace `node`, an in-place op on `target`, by functional ops that compute the new values of all memory it wrote."""
         written = self._original(target)
         base = self.base(written)
         with self.graph.inserting_before(node):

@@ -178,7 +178,7 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
 
 
 def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return all nodes that `nodes` depend on. All must be computable on the host before the batch runs."""
+    """Return all nodes that `nodes` depend on. Raises VerifyError if integer inputs and constants do not determine them."""
     needed = reached(nodes, _sources)
     for node in needed:
         float_input = node.op == "placeholder" and not node.meta.get("from_integers", not _is_float(node.meta["val"]))
@@ -304,7 +304,7 @@ def attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
 
 
 def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
-    """Replace the selection of an unknown tensor by a known mask by the mask's positions, which become host values."""
+    """Replace every known mask that indexes an unknown tensor by the mask's positions, which become host values."""
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and node not in known:
             masks = [i for i in node.args[1] if isinstance(i, fx.Node) and i in known and is_boolean(known[i])]

@@ -79,7 +79,7 @@ def completed(model: nn.Module, batch: Mapping[str, Any]) -> FlatBatch:
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise BatchError for placeholders without media: a model often trains on their embeddings without an error.
 
-    Media are the inputs of floats, under any name; each kind of placeholder needs one.
+    Float inputs of any name count as media; each kind of placeholder needs one.
     """
     config, ids = getattr(_inner_model(model), "config", None), batch.get("input_ids")
     if config is None or not isinstance(ids, Tensor):

@@ -120,7 +120,7 @@ class KnownValues:
             return func(*real_args, **real_kwargs)
 
     def fake_of(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a new fake tensor with a known value."""
+        """Return a new fake tensor on `device` whose known value is a copy of `real`."""
         assert self.fake_mode is not None
         with real_execution():
             value = real.detach().clone()

@@ -55,7 +55,7 @@ class TensorShard:
         return sum(self.blocks)
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the part of rank `index` of a whole tensor: a view if there is one block.
+        """Return part number `index` of a whole tensor: a view if there is one block.
 
         Raises ValueError: the tensor's size is not that of this sharding, or there is no such part.
         """

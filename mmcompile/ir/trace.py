@@ -307,7 +307,7 @@ def _own_loss(graph: fx.Graph) -> LossInfo:
 
 
 def _before_narrowing(logits: fx.Node) -> fx.Node:
-    """Return the node before a cast of float64 logits to float32, which models intend as an upcast from half precision."""
+    """Drop a float64 to float32 cast on the way to `logits`, intended as an upcast from half; return the logits without it."""
     chain = [logits]
     while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
         chain.append(chain[-1].all_input_nodes[0])

@@ -80,7 +80,7 @@ def _has_fakes(value: Any, depth: int = 0) -> bool:
 
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Generator[dict[str, Any]]:
-    """Switch `use_cache` off in every sub-config (a cache adds two cats per layer), and yield options for the call."""
+    """Switch `use_cache` off in all configs (a cache adds two cats per layer); yield keyword arguments for the forward."""
     configs = {
         id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
     }
@@ -110,7 +110,7 @@ def quiet_export() -> Generator[None]:
 
 
 class _Undecided:
-    """Random number of [0, 1). Only comparisons that all such numbers answer alike have a result (layer drop of rate 0)."""
+    """Stand-in for a random number of [0, 1): a comparison must have one result for all of them (layer drop of rate 0)."""
 
     def __lt__(self, other: float) -> bool:
         if 0 < other < 1:

@@ -100,7 +100,7 @@ class _Meter:
         return makes_gradient(node, source, self._trainable)
 
     def saved(self, node: fx.Node) -> dict[int, Saved]:
-        """Return the tensors that `node` keeps for its backward by id of their storage, parameters and constants excluded."""
+        """Return storage id -> memory that `node` keeps for its backward; parameters and constants are left out."""
         if not info(node).carries_gradient:
             return {}
         kept = saved_for_backward(node, lambda source: self.carries(node, source))

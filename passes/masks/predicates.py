@@ -178,7 +178,7 @@ def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Elementwis
 
 
 def unbiased(expression: Expression) -> Alternatives:
-    """Return the conditions under which a bias on scores is 0. Raises UnrecognisedMask if it does not hide elsewhere."""
+    """Return the conditions under which a bias on scores is 0. Raises UnrecognisedMask if it does not hide all other keys."""
     visible = _FALSE
     for condition, (value,) in _cases((expression,)):
         if not isinstance(value, Number) or not (value.value == 0 or value.value <= HIDDEN):

@@ -258,7 +258,7 @@ ACROSS: Mapping[str, Callable[..., World]] = {
 
 
 def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
-    """Compute context-parallel attention of one rank as if all ranks had this rank's keys and values."""
+    """Compute one rank's context-parallel attention without other ranks: its own keys and values stand in for theirs."""
     words, positions, kv_words, kv_positions, scale, window, _, _, num_ranks = given
     keys, values = (torch.cat([x] * num_ranks, dim=2) for x in (k, v))
     return bitfield_attention_op(q, keys, values, words, positions, kv_words, kv_positions, scale, window, "auto")
