@@ -39,7 +39,7 @@ def constrained(engine: BranchAndBound, constraints: Sequence[Constraint], *, bu
 
     Args:
         engine: search that has finished. Afterwards its `judged` holds only candidates that meet the constraints.
-        budget_s: seconds that Z3 may take for each of a few questions.
+        budget_s: seconds that Z3 may take each time it looks for a split or a conflict.
 
     Raises:
         PlanError: no candidate meets the constraints; the message names a smallest conflicting set and remedies.

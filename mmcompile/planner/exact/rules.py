@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """Rule that there is at least one cut, or no cut, after layer `first`, up to and including `last`."""
+    """Rule that there is at least one cut, or no cut, at a layer i with `first` < i <= `last`; a cut at i lies before layer i."""
 
     chain: int
     first: int
     last: int
     some: bool
-    """True to require at least one cut; False to forbid all cuts there."""
+    """True to require at least one cut at these layers; False to forbid all cuts there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -336,7 +336,7 @@ class Pricing:
 
 
 def _three(at: Load) -> tuple[Load, Load, Load]:
-    """Return three loads that determine an affine function: a load, one of twice the tokens, one of twice the squares."""
+    """Return three loads that determine an affine function: `at`, `at` with twice the tokens, `at` with twice the squares."""
     return at, replace(at, tokens=2 * at.tokens), replace(at, squares=2 * at.squares)
 
 

@@ -180,7 +180,7 @@ def _ranking(table: SampleRows, samples: Sequence[SampleShape]) -> _Ranking:
 
 
 def _joined(geometry: Geometry, table: SampleRows) -> Load:
-    """Return the load of one microbatch that holds all given samples."""
+    """Return the load of one microbatch that holds all samples of `table`, padded to the longest if the component pads."""
     if not len(table.rows):
         return NO_LOAD
     if geometry.pads:

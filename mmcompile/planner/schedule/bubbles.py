@@ -153,7 +153,7 @@ def _union(stages: Sequence[Placed], flows: Sequence[Flow]) -> Flow:
 
 
 def _mean(name: str, case: Case) -> LayerTimes:
-    """Return the mean duration of a stage, by its name, over all microbatches that it runs."""
+    """Return the mean duration of a stage over all microbatches; one that does not run in the stage counts as 0 s."""
     given = case.durations[name]
     parts: list[LayerTimes] = []
     for microbatch, flow in enumerate(case.flows):

@@ -276,7 +276,7 @@ class BranchAndBound:
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
     """Yield other ways to cut a chain, one change away from the given stages, each as (first, end) layer of each stage.
 
-    One cut, or all, moves a layer earlier or later; without `same`, one cut is removed, or one is added within a stage.
+    One cut, or all, moves a layer earlier or later. Unless `same` keeps the number of stages, a cut is also removed or added.
     """
     cuts = [last for _, last in ranges[:-1]]
     end = ranges[-1][1]

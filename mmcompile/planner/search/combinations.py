@@ -150,7 +150,7 @@ class Combinations:
         return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
 
     def _price(self) -> None:
-        """Price every chain in every layout in a few batches, and keep the prices in the problem."""
+        """Price every chain in all its layouts, many at a time, and keep the prices in the problem."""
         chains = {
             (chain, decided): chain is each.chains[-1]
             for each in self.problem.sets
@@ -287,7 +287,7 @@ def _best(guess_s: Array) -> tuple[Index, Index]:
 
 
 def _primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
-    """Return the schedule to try first: ZB-H1 if allowed, as it is never slower than 1F1B and holds no more."""
+    """Return the schedule to try first: ZB-H1 if allowed, as it is never slower than 1F1B and holds no more; else 1F1B."""
     order: Mapping[ScheduleKind, int] = {"zb-h1": 0, "1f1b": 1, "eager-1f1b": 2, "gpipe": 3}
     return min(schedules, key=order.__getitem__)
 

@@ -262,7 +262,7 @@ def trains_more(problem: Problem) -> bool:
 
 
 def projector_only(problem: Problem) -> Problem:
-    """Return the problem with everything but its projectors frozen; the graph's annotations are restored."""
+    """Return the problem with all but its projectors frozen and costs computed anew; the graph's own annotations are restored."""
     graph = problem.graph
     names = _projectors(problem)
     specs = (replace(spec, trainable=spec.name in names) for spec in graph.parameters)

@@ -67,7 +67,7 @@ def _predicted(best: Candidate, lower_bound_s: float) -> Prediction:
 
 
 def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
-    """Return the idle time of a candidate by cause, summed over its draws, so that longer steps weigh more."""
+    """Return the idle shares of a candidate's chains by cause: means over its draws of samples, weighted by their makespans."""
     names = candidate.names
     flow = candidate.flow()
     chains = {
@@ -267,7 +267,7 @@ def sample_rates(
 def _values(
     pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return seconds [3] and activation bytes [3] of a component at a load, at twice its tokens, at twice its squares."""
+    """Return a component's seconds [3] and activation bytes [3]: at a load, at twice its tokens, at twice its squares."""
     tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
     seconds, saved = np.zeros(3), np.zeros(3)
     layers = zip(chain.layers, shardings, strict=True)

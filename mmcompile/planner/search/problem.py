@@ -162,7 +162,7 @@ class ChainPrices:
         return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
-        """Return component -> tokens and squares in a random step, [microbatches, replicas of the last chain, 2]."""
+        """Return component -> tokens and squares in random step `draw`, [microbatches, replicas of the last chain, 2]."""
         key = (setting.num_microbatches, setting.samples, setting.dp, -1.0 - draw)
         if key not in self._drawn:
             assert self.workload is not None

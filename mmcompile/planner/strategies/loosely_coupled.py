@@ -47,9 +47,9 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
 
 
 def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setting, Degrees]]]:
-    """Yield (guess in s, (chain set, setting, degrees of all chains)), stage counts left open.
+    """Yield (guess in s, (chain set, setting, degrees of all chains)), with stage counts to be chosen later.
 
-    The guess is of a step as if the last chain had all devices; multiplied by 1000 if the memory looks too small.
+    The guess is of a step as if the last chain had all devices; it is multiplied by 1000 if the memory looks too small.
     """
     problem = combos.problem
     apart = [chains for chains in problem.sets if not chains.colocated]
