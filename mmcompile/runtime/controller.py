@@ -129,7 +129,7 @@ class Controller:
                 wire.send_tensors(self._groups, rank, tensors)
 
     def await_holders(self, state: Mapping[str, Tensor]) -> None:
-        """Keep initial optimizer state; the `install` that first gives a rank the parameter also sends it the state.
+        """Keep the initial optimizer state of parameters. `install` sends it to a rank together with the parameter's first value.
 
         Args:
             state: tensors by `<key>/<parameter>`, such as `master/lm_head.weight`. No rank may hold these parameters yet.
@@ -167,7 +167,7 @@ class Controller:
         """Make every rank read its tensors from a checkpoint into memory, without changing weights or optimizer state.
 
         Returns:
-            "", or the first rank's error if reading failed.
+            "", or the error of the lowest rank that could not read.
         """
         self._announce(LoadCheckpoint(folder=str(stored.folder)))
         failures = [self.worker.checkpoints.read(str(stored.folder))]
@@ -212,7 +212,7 @@ class Controller:
         wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
-        """Return the programs of a balance group in a pattern, by index of the stage in the placement; some stages have none."""
+        """Return the stage programs of balance group `tower` in a pattern, by index of the placed stage; some have none."""
         found: dict[int, StageProgram] = {}
         for index, stage in enumerate(self._stages):
             if stage.tower == tower and stage.program_name in programs.programs:
@@ -310,7 +310,7 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """Return one rank's tensors for `Worker.install`, by path: constants, and of parameters that it lacks value and state."""
+    """Return what `Worker.install` needs on a rank: constants of `programs`, values and optimizer state of `lacking` names."""
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]

@@ -116,7 +116,7 @@ class Engine:
         clip_norm: largest gradient norm over all parameters of all ranks; None does not clip.
         accumulate: calls of `step` (batches of `train`) to an update. Gradients are those of one step on all their samples: means
             over all valid tokens of the calls, not means of the calls' means, as Hugging Face's Trainer does with
-            `gradient_accumulation_steps`. Sums are exchanged between ranks once an update.
+            `gradient_accumulation_steps`. Ranks exchange their sums only in the call that updates.
         master_weights: update bfloat16 and float16 parameters in float32: the optimizer keeps a float32 master of each, gradients
             of microbatches and replicas are added up in float32, and parameters are masters rounded after every update. A mapping
             gives initial float32 values by name, those of the model before `model.to(torch.bfloat16)`; others start from the
@@ -233,7 +233,7 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps done, that is of updates."""
+        """Number of steps done, which is the number of updates; with `accumulate`, a step has several calls."""
         return self._num_steps
 
     @property
@@ -443,7 +443,7 @@ class Engine:
     def _plan_next(
         self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
-        """Plan the call of the next batch, after the calls `before` of its step; return plan and data state, None at the end."""
+        """Plan the call for the next batch, after calls `before` of the step. Return (plan, data state); None at the end."""
         if (found := next(batches, None)) is None:
             return None
         (samples, state), is_last = found
@@ -485,7 +485,7 @@ class Engine:
         return before.num_parts + 1 >= self._accumulate if update is None else update
 
     def _follow(self, *calls: str) -> str:
-        """Execute rank 0's commands of one call of the user, which is one of `calls`, on another rank; return the call's name."""
+        """On a rank above 0, execute rank 0's commands until a method in `calls` is complete there; return its name."""
         while True:
             command = self._session.call(self._worker.follow)
             match command:

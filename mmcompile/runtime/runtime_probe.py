@@ -135,7 +135,7 @@ class _Probe:
     backward_s: float
     send_s: float
     message_s: float
-    """Seconds from the start of a send to the end of a receive that waited for it."""
+    """Seconds from the start of a message's send to the end of its receive, where the receiver waited for the message."""
     handling_s: float
     """Processor seconds of rank 0 outside its forwards and backwards, per message sent or received."""
 
@@ -178,7 +178,7 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Return the seconds from the start of a send to the end of its receive, for each message that its receiver waited for."""
+    """Return the seconds from the start of its send to the end of its receive, for each message that a receiver waited for."""
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):

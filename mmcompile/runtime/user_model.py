@@ -1,4 +1,4 @@
-"""`UserModel`: parameter names of the user's module, or of its program source, and weights before and after training."""
+"""`UserModel`: names and weights of the user's module (without one, of the program source), before and after training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UserModel:
         return {name: complete[name] for name, t in parameters.items() if t.requires_grad and name not in tied}
 
     def frozen(self) -> dict[str, str]:
-        """Return the fingerprints of parameters that do not train, each under one name."""
+        """Return the fingerprint of each parameter that does not train, by name; a tied one is under its first name only."""
         tied = self.tied()
         return {
             name: fingerprint(parameter)

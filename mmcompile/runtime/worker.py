@@ -181,7 +181,7 @@ class Worker:
         self._patterns[command.pattern, command.tower] = loaded
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite weights (`value/<name>`) and optimizer state (`state/exp_avg/<name>`) of this rank, and drop gradients."""
+        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) of this rank, and drop all gradients."""
         self._gradients.settle()
         self._gradients.drop()
         optimizer = self.state.optimizer
@@ -334,7 +334,7 @@ class Worker:
 
 
 def _only_group(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the one tuple of ranks that is not empty in `found`, which has each stage's process group; () if all are empty."""
+    """Return the ranks of the process group that this rank's stages share. `found` has each stage's group; () means no group."""
     groups = {ranks for ranks in found if ranks}
     assert len(groups) <= 1, f"a rank shares stages in several groups: {sorted(groups)}"
     return groups.pop() if groups else ()

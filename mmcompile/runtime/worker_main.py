@@ -48,7 +48,7 @@ def main(text: str) -> NoReturn:
 
 
 def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
-    """Write an `Exit` to `exits` for each worker that ends (`ranks`: rank by process id); kill the rest when it is closed."""
+    """Write an `Exit` to `exits` for each ended worker; kill the rest once `exits` is closed. `ranks`: ranks by process id."""
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

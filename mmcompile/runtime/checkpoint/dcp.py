@@ -1,9 +1,9 @@
 """Checkpoint files in the format of `torch.distributed.checkpoint`, by its writer, metadata and read planning.
 
-Its own entry points require torch's default process group and pickle between ranks; so each rank drives the storage writer by
-itself, and rank 0 makes the metadata out of `CheckpointIndex`. `torch.distributed.checkpoint.load` reads the folder.
+torch's own functions for saving require its default process group and pickle between ranks. So each rank runs torch's storage
+writer by itself, and rank 0 makes the metadata out of `CheckpointIndex`. `torch.distributed.checkpoint.load` reads the folder.
 
-Importing it takes most of a second: import this module where something is saved or loaded.
+Importing this module takes most of a second: import it where something is saved or loaded.
 """
 
 # pyright: reportPrivateUsage=false
@@ -48,7 +48,7 @@ from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, TensorBox
 
 
 class _Pieces(DefaultSavePlanner):
-    """Save plan that returns, for each box that torch's writer is about to write, this rank's tensor of the box."""
+    """Save planner from which torch's writer gets, for each box of a whole tensor that it writes, the elements of the box."""
 
     def __init__(self, pieces: Iterable[CheckpointPiece]) -> None:
         super().__init__()

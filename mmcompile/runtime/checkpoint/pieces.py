@@ -16,7 +16,7 @@ from mmcompile.runtime.checkpoint.index import CheckpointIndex, StoredTensor, st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBox:
-    """A box of a whole tensor, with its position in the part of the tensor that a rank holds."""
+    """A box (a range of indices in each dim) of a whole tensor, and its position in the part of the tensor that a rank holds."""
 
     offsets: tuple[int, ...]
     """Index of the box's first element in the whole tensor, by dim."""
@@ -46,15 +46,15 @@ class Holding:
         return cls(whole=spec.whole_name, shard=spec.shard, index=spec.index)
 
     def shape_of_whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the whole's shape from the shape of a part."""
+        """Return the shape of the whole parameter, from the shape of a part."""
         return part if self.shard is None else _with(part, self.shard.dim, self.shard.size)
 
     def shape_of_part(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part, from the shape of the whole."""
+        """Return the shape of this part, from the shape of the whole parameter."""
         return whole if self.shard is None else self.shard.local_shape(whole)
 
     def boxes(self, whole: tuple[int, ...]) -> tuple[TensorBox, ...]:
-        """Return the boxes of the whole (of shape `whole`) that make up the part; one for each block that the ranks divide."""
+        """Return the boxes, of a parameter of shape `whole`, that make up this part: one for each of `TensorShard.blocks`."""
         zeros = (0,) * len(whole)
         if self.shard is None:
             return (TensorBox(offsets=zeros, inside=zeros, sizes=whole),)
@@ -70,7 +70,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckpointPiece:
-    """A stored tensor, or the part of it that one rank writes or reads."""
+    """A tensor of a checkpoint, or a rank's part of it, for the rank to write or to read into."""
 
     key: str
     """Key of the tensor in the index."""
@@ -79,7 +79,7 @@ class CheckpointPiece:
     """Shape of the whole tensor."""
     boxes: tuple[TensorBox, ...]
     tensor: Callable[[], Tensor]
-    """Function that returns the part; called when it is written, once for each box."""
+    """Function that returns this rank's part of the tensor. Called during the write, again for each of `boxes`."""
     trains: bool = False
     """True if training changes the tensor."""
 

@@ -25,7 +25,7 @@ from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
 
 @dataclass(kw_only=True, slots=True)
 class RankCheckpoints:
-    """Saves one rank's tensors to checkpoints, on a thread of its own; loads them into memory, from which `take` removes them."""
+    """Saves one rank's tensors to checkpoints, on a thread of its own. Tensors read stay in memory until `take` removes them."""
 
     state: RankState
     """Parameters and optimizer of the rank."""
@@ -157,7 +157,7 @@ def _copied(piece: CheckpointPiece) -> CheckpointPiece:
 
 
 def balanced(holders: Mapping[str, Collection[int]], num_bytes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
-    """Return the parameter names that each rank writes, by rank. One of a name's `holders` writes it, balanced by bytes."""
+    """Return the names of the parameters that each rank writes, by rank. One of its `holders` writes each; bytes are balanced."""
     writers = assign_updaters(holders, num_bytes, {})
     return {
         rank: tuple(name for name, writer in writers.items() if writer == rank)

@@ -54,7 +54,7 @@ class Work(Protocol):
     """A message in transfer: the part of `torch.distributed.Work` that this package uses."""
 
     def wait(self) -> bool:
-        """Block until the message has been sent or received."""
+        """Block until the message has been sent or received, and return True. Raises RuntimeError if that fails."""
         ...
 
 
@@ -97,7 +97,7 @@ def wait(work: Work) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One direction between two stages or ranks. Messages of a lane are sent and received in the same order."""
+    """One direction between two ranks, for one purpose (`name`). Its messages arrive in the order in which they are sent."""
 
     source: int
     """Rank that sends."""
@@ -112,8 +112,8 @@ class Groups:
 
     Args:
         store: store shared by all ranks, fresh for this engine.
-        device: device on which stages compute. On CUDA, lanes are pairs of ranks joined by NCCL, one communicator per lane since
-            NCCL matches messages by order only; control messages and batch inputs stay on gloo.
+        device: device on which stages compute. On CUDA, each lane has an NCCL communicator of its two ranks, since NCCL matches
+            messages by order only; control messages and batch inputs stay on gloo.
     """
 
     store: dist.Store

@@ -15,8 +15,8 @@ _ANY_PORT = 9
 def listen_at(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return a network interface, or an address of this machine that the other machines can reach.
 
-    GLOO_SOCKET_IFNAME, if it is set, as for torch. Otherwise the local address of the route to MASTER_ADDR: the address of the
-    host's own name, gloo's default, is a loopback address on many systems.
+    The interface is GLOO_SOCKET_IFNAME, if it is set. Otherwise the address is the local end of the route to MASTER_ADDR, since
+    gloo's default, the address of the host's own name, is a loopback address on many systems.
 
     Returns:
         ("interface", name) or ("hostname", address); None if no launcher set an address.

@@ -70,7 +70,7 @@ class RunEvent:
     kind: EventKind
     generation: int
     monotonic_s: float = 0.0
-    """Seconds on the monotonic clock of the coordinator's machine; differences are exact, also over its restarts."""
+    """Seconds on the monotonic clock of the coordinator's machine; differences are exact, also over coordinator restarts."""
     wall_s: float = 0.0
     """Seconds since 1970 (Unix time)."""
     node: str | None = None

@@ -28,7 +28,7 @@ class LocalCluster:
     Args:
         folder: folder of the coordinator's log and event log.
         work: main function of each worker.
-        max_restarts: number of restarts of each node's workers.
+        max_restarts: maximum number of times that a node's workers are restarted.
     """
 
     folder: Path

@@ -180,7 +180,7 @@ def _decode(text: bytes) -> Record | History | None:
 
 
 def _read(data: bytes, path: Path) -> tuple[History, int]:
-    """Return (history in the log's data, number of its bytes that are undamaged)."""
+    """Return (history of the records in `data`, number of bytes of `data` before a cut-off last line)."""
     history, good = History(), 0
     while good < len(data):
         end = data.find(b"\n", good)

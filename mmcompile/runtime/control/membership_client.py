@@ -152,7 +152,7 @@ class MembershipClient:
         self._ask(msg.Fault(generation=self._number, worker=self.index, error=error), lambda: False)
 
     def abort(self, reason: str) -> None:
-        """End training for any membership. Raises Released once training has ended, Superseded if the generation ended first."""
+        """End training, since no membership could continue. Raises Released, or Superseded if the generation ends first."""
         self._ask(msg.Abort(generation=self._number, worker=self.index, reason=reason), lambda: False)
 
     def fail(self, error: str) -> None:

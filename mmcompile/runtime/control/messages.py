@@ -189,7 +189,7 @@ class Generation:
     active: int
     """Last generation that became active, 0 if none did: its members hold the state of step `committed`.
 
-    A worker that left while it waited in `MembershipClient.ready` counts as a member, with the state it had copied for it.
+    A worker that left it while still waiting in `MembershipClient.ready` is a member too: it had copied the state before.
     """
     committed: int
     """Number of the last committed step; the next one is `committed + 1`."""

@@ -34,10 +34,10 @@ def serve_store(listener: socket.socket) -> int:
 
 
 def open_client(address: str, timeout_s: float) -> dist.TCPStore:
-    """Return a connection to the store at host:port, whose look-up in the name service may be slow.
+    """Return a connection to the store at `address` (host:port).
 
     Args:
-        timeout_s: maximum wait in seconds for a key, and for the store itself.
+        timeout_s: maximum seconds to wait for a key, and for the store itself; looking up the host name may take longer.
 
     Raises:
         dist.DistError: the store cannot be reached.

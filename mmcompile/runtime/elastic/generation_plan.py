@@ -57,7 +57,7 @@ class GenerationPlan(_JsonText):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord(_JsonText):
-    """Data position and metrics of a step, as JSON the `cursor` of its commit. The next rank 0 and observers read it."""
+    """Data position and metrics of a step. Its JSON text is the `cursor` of the commit, read by observers and the next rank 0."""
 
     data: str
     """Data cursor after this step (`mmcompile.data.batches.Batches.cursor`)."""

@@ -40,7 +40,7 @@ class GenerationWorker:
         programs: layer programs that this worker has.
         store: layers that this worker holds, including all in `layers`.
         layers: layers that this rank runs.
-        check: raises when the generation has ended.
+        check: called before every action of a step; raises once the generation has ended.
 
     Attributes:
         inner: worker of the engine without fault tolerance, which runs stages and the optimizer.

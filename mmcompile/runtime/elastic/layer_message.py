@@ -1,4 +1,4 @@
-"""Messages of a layer: a frame of fixed size, the header that it announces, then the bytes of all tensors."""
+"""Messages of a layer: a frame of fixed size with the header's length, the header, then the bytes of all tensors."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class TemplatePlanner:
 
 
 def _generation_plan(found: MembershipPlan[str], *, committed: int) -> GenerationPlan:
-    """Return the generation plan for the node plan `found`, still without layer copies, which are between devices."""
+    """Return the generation plan for `found`, a plan of pipelines on nodes. Layer copies between workers are not planned yet."""
     return GenerationPlan(
         pipelines=found.pipelines,
         spares=found.spares,

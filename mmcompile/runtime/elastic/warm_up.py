@@ -94,7 +94,7 @@ class _Values:
         ]
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
-        """Return the program with its constants on the device, and its parameters and buffers there, by name."""
+        """Return (the program with its constants moved to the device, its parameters and buffers on the device by name)."""
         names = [spec.name for spec in program.parameters] + list(program.buffers)
         constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
         held = {name: self._tensors[name].to(self.device) for name in names}

@@ -17,7 +17,7 @@ from mmcompile.runtime.executor.loaded_stage import Stages
 
 _ALIGN_BYTES = 64
 _MESSAGE_BYTES = 256 * 1024
-"""Bytes of a message above which a further microbatch gets a message of its own, so that a rank holds only the next few."""
+"""Maximum bytes of a message that packs several microbatches: a rank is to hold the inputs of the next few only."""
 _AHEAD = 2
 """Maximum number of messages with batch inputs that a rank starts to receive before it needs them."""
 
@@ -67,7 +67,7 @@ class BatchInputs:
         *,
         tag: int,
     ) -> None:
-        """Start the exchange of batch inputs.
+        """Start to send batch inputs on rank 0, or to receive them on another rank.
 
         Args:
             loaded: per microbatch, this rank's stages.

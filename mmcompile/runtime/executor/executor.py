@@ -31,8 +31,8 @@ _KINDS = {kind: position for position, kind in enumerate(ActionKind)}
 class ReceivedValue:
     """A value of one microbatch received from another stage, whose gradient is returned to that stage.
 
-    A leaf of autograd would stay in memory until its backward, needed or not. So the value enters the stage through a node that
-    only takes its gradient; its memory is freed once the last operation that reads it releases it.
+    An autograd leaf would keep the value's memory until the backward, even if no operation of the backward reads the value. So
+    the value enters the stage through an autograd node that only receives its gradient and has no reference to the value.
     """
 
     slot: InputSlot
@@ -43,7 +43,7 @@ class ReceivedValue:
 
     @classmethod
     def of(cls, slot: InputSlot, value: Tensor) -> ReceivedValue:
-        """Return an object with slot, shape, dtype and device of `value`, but no reference to its memory."""
+        """Return a record of the input's `slot` and the shape, dtype and device of `value`, without a reference to `value`."""
         return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
 
     def enter(self, value: Tensor) -> Tensor:

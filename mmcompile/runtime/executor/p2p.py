@@ -34,7 +34,7 @@ from mmcompile.runtime.executor.row_routing import (
 )
 
 _AHEAD = 4
-"""Maximum number of receive actions posted ahead of their turn: gloo sends into a posted buffer without asking first."""
+"""Maximum number of actions whose receives are posted early: gloo sends at once, without asking, if the receive is posted."""
 
 _Value = str | int
 """Payload of a message on an edge: a value of the balance group by name, or a row exchange by its position in the step plan."""
@@ -45,7 +45,7 @@ class P2P:
 
     **Why waiting for sends cannot deadlock.** A slot is a microbatch's place in the schedule. To bound memory, a send first
     waits for earlier sends whose receiver takes them `window` or more slots before the send's own slot. `window` is 1 + the
-    greatest depth of a stage, so it exceeds the number of stage boundaries on any path to the loss. The schedule gives every
+    greatest depth of a stage (number of stage boundaries on its longest path to the loss). The schedule gives every
     action a key (`mmcompile.planner.schedule.order`), which is larger than the keys of all actions that it waits for. Two
     forwards, or two backwards, that are `window` slots apart have keys in the order of their slots, on any stages. So a send
     waits only for receives of smaller keys: of all waiting ranks, the one with the smallest key has nothing left to wait for.
@@ -156,9 +156,9 @@ class P2P:
             self._outbox[ActionKind.SEND_B, edge, slot.name] = gradient
 
     def take_gradient(self, microbatch: int, stage: int, slot: OutputSlot) -> Tensor:
-        """Return the sum of a result's gradients from all its readers: first its balance group in plan order, then exchanges.
+        """Return the gradient of a stage's result, summed over readers in its balance group (in plan order), then row exchanges.
 
-        Zeros where another shard sends the same result, and receives its gradient.
+        Zeros if another shard of the stage sends the same result, since that shard receives the gradient.
         """
         total: Tensor | None = None
         if slot.consumers:
@@ -261,7 +261,7 @@ class P2P:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Return the sample of each row of an exchange (int64 [rows]); None if rows are not checked, or `item` is no exchange."""
+        """Return the sample number of each row of a row exchange (int64 [rows]); None for other items, or without row checks."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])

@@ -281,7 +281,7 @@ def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Ten
 
 
 def _runs(there: Sequence[Range], here: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return the rows to copy as (first row in `there`, first row in `here`, number of rows); adjoining ranges are merged."""
+    """Return (first row in `there`, first row in `here`, number of rows) for equally long ranges, adjoining ones merged."""
     runs: list[tuple[int, int, int]] = []
     for (first, last), (into, _) in zip(there, here, strict=True):
         if first == last:

@@ -153,13 +153,13 @@ class Workers:
         self._over.set()
 
     def _cause(self, dead: set[int]) -> Failure:
-        """Return the failure that caused the end of the ranks in `dead`: of a rank that did not merely lose its peer, if any."""
+        """Return the failure of the lowest rank in `dead`; a rank that only lost its connection to another rank counts last."""
         codes = self._codes(dead)
         failures = [self._failure(rank, codes.get(rank)) for rank in sorted(dead)]
         return min(failures, key=lambda failure: failure.peer_lost)
 
     def _codes(self, dead: set[int]) -> dict[int, int]:
-        """Return exit codes by rank, once those of `dead` are reported; some are absent if the forking process was killed."""
+        """Wait for exit codes of the ranks in `dead`; return all so far reported by rank. A dead forking process reports none."""
         codes: dict[int, int] = {}
         self._exits.settimeout(_STOP_S)
         with self._exits.makefile("rb") as lines, contextlib.suppress(OSError):

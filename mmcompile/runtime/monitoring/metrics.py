@@ -18,7 +18,7 @@ class StepTotals:
     busy_s: tuple[float, ...]
     """Seconds of each rank in forwards and backwards, in order of ranks."""
     microbatch_s: tuple[float, ...]
-    """Seconds of all ranks together in each microbatch of the step plan."""
+    """Seconds of forwards and backwards of each microbatch in the step plan, added over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _SLOT = struct.Struct("<qiii")
 _SLOT_BYTES = 64
-"""Bytes of a rank's slot: one cache line, so that ranks do not slow each other down."""
+"""Bytes of a rank's slot in the shared memory: one cache line, so that writes of other ranks do not slow it down."""
 
 IDLE = -1
 

@@ -69,7 +69,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a new tensor: the partial sums of one gradient added in the order given, all of shape [elements, *width]."""
+        """Return the total of partial sums of one gradient, added in the order given; all have the shape [elements, *width]."""
 
     @abstractmethod
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,7 +100,7 @@ class _Float(Arithmetic):
             total.copy_(gradient)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of several sums, added in float32 or wider."""
+        """Return the total of several partial sums, added in the order given, in float32 or a wider dtype."""
         return _sum(parts, torch.promote_types(parts[0].dtype, torch.float32))
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +147,7 @@ class Fixed(Arithmetic):
 
 @final
 class Largest:
-    """Records the largest absolute gradient of each parameter in a step, but only if the arithmetic has a limit."""
+    """Records the largest absolute gradient element of each parameter in a step, but only if the arithmetic has a limit."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -162,7 +162,7 @@ class Largest:
             self._found[name] = size if known is None else torch.maximum(known, size)
 
     def faults(self) -> dict[str, float]:
-        """Return, by parameter, the largest absolute gradients that reach the limit or are NaN."""
+        """Return the largest absolute element of each gradient with an element that reaches the limit or is NaN, by parameter."""
         if not self._found:
             return {}
         sizes = torch.stack(list(self._found.values())).tolist()

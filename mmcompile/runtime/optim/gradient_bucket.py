@@ -15,7 +15,7 @@ from mmcompile.runtime.comm.groups import END_GRADIENT_TAG, FIRST_GRADIENT_TAG, 
 from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest
 
 _PART_BYTES = 16 * 1024
-"""Minimum bytes of an owner's part of a bucket: smaller parts cost more in messages than they save."""
+"""Minimum bytes of the part of a bucket that one owner adds up: more, smaller parts cost more in messages than they save."""
 _ALIGN = 64
 """Alignment, in elements, of gradients and owners' parts in a bucket, so that kernels read all of them in the same way."""
 
@@ -162,7 +162,7 @@ class Bucket:
         self._sum = None
 
     def faults(self) -> dict[str, float]:
-        """Return, by parameter, the largest gradients of this rank that the arithmetic cannot add."""
+        """Return the largest absolute element of each gradient of this rank that the arithmetic cannot add, by parameter."""
         return self._largest.faults()
 
     def _mark(self, index: int) -> None:
@@ -203,7 +203,7 @@ def gradient_tags(place: int, num_places: int, bucket: int) -> tuple[int, int]:
 
     Args:
         place: position of the bucket's owner set among the `num_places` owner sets, the same on all ranks.
-        bucket: number of the bucket within its owner set, which only the owners count.
+        bucket: position of the bucket among the buckets of its owner set, the same on all owners.
 
     Raises:
         EngineError: there are more buckets than tags.
@@ -246,7 +246,7 @@ def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
 
 
 def _parts(length: int, element_bytes: int, shared: OwnerSet) -> dict[int, slice]:
-    """Return the part of the buffer that each owner adds up, by rank.
+    """Return the part of the buffer that each owner adds up, as a slice of elements by rank.
 
     Parts are contiguous, in order of ranks, and of a minimum size; the last ones may be empty.
     """

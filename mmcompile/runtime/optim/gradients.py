@@ -18,7 +18,7 @@ from mmcompile.runtime.optim.gradient_bucket import Bucket, OwnerSet, gradient_t
 from mmcompile.runtime.optim.master_weights import HALF
 
 BUCKET_BYTES = 16 * 2**20
-"""Bytes of parameters in a bucket, unless one parameter is larger.
+"""Maximum bytes of a bucket's parameters; a larger parameter has a bucket of its own.
 
 Smaller buckets start earlier, and delay other messages between the same ranks for less time; larger ones need fewer messages.
 """
@@ -27,7 +27,7 @@ Smaller buckets start earlier, and delay other messages between the same ranks f
 def buckets_of(
     shared: Sequence[OwnerSet], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
 ) -> Iterator[tuple[OwnerSet, dict[str, nn.Parameter], tuple[int, int]]]:
-    """Yield the buckets of parameters that this rank shares with others: owner set, parameters by name, and two tags.
+    """Yield (owner set, parameters by name, tags of both phases) of each bucket of parameters that this rank shares with others.
 
     Args:
         shared: all owner sets, the same on all ranks, so that every rank yields its buckets in the same order.
@@ -42,9 +42,9 @@ def buckets_of(
 
 @final
 class CarriedSums:
-    """Gradient sums of one rank over the calls of a step before the one that updates. They are sent only in that last call.
+    """Gradient sums of one rank over the calls of a step before its last. Ranks exchange sums in the last call, which updates.
 
-    Where gradients accumulate in `.grad` they stay there; else each parameter has a sum in the reduction's number format.
+    If the reduction lets gradients accumulate in `.grad`, they stay there; else this object has each sum, in its number format.
 
     Args:
         master_weights: half-precision parameters have float32 masters.
@@ -60,7 +60,7 @@ class CarriedSums:
         self._largest = Largest(self._arithmetics[False].limit)
 
     def ran(self, names: Iterable[str]) -> None:
-        """Add up the gradients of parameters that a backward has touched."""
+        """Add what a backward left in `.grad` of the parameters `names` to their sums; called after every backward."""
         for name in names:
             parameter = self.parameters[name]
             self._num_terms[name] += 1
@@ -76,7 +76,7 @@ class CarriedSums:
             parameter.grad = None
 
     def finish(self, step: int | None = None) -> dict[str, float]:
-        """Return the gradients of the calls so far that the reduction cannot add, as `GradientSums.finish` does."""
+        """Return the largest gradient element of each parameter with one that the reduction cannot add; `step` has no effect."""
         return self._largest.faults()
 
     def num_terms(self, name: str) -> int:
@@ -93,11 +93,10 @@ class GradientSums:
     """Sums the gradients of one step: every rank that updates a parameter gets the same bits in `.grad`.
 
     Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
-    that touches its parameters has run here, and travels while other backwards run; blocking is left to `finish`. Ranks need not
-    start buckets in one order: each bucket has tags of its own, no rank blocks before `finish`, and each message waited for
-    there was started before by ranks that wait for none of it. NCCL has no tags; there, all buckets start in `finish`, in one
-    order. A gradient of None counts as zero; None on all owners stays None. Parameters without a gradient on any rank cost
-    nothing.
+    that touches its parameters has run here, and is sent while other backwards run. Ranks need not start buckets in one order:
+    each bucket has tags of its own, and no rank blocks before `finish`. There, a rank starts phase 1 of all its buckets before it
+    waits for any, then phase 2 of all before it waits for any. NCCL has no tags: with it, all buckets start in `finish`, in one
+    order. A gradient of None counts as zero; None on all owners stays None. Parameters without a backward are not sent.
 
     **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
     the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep 8
@@ -160,7 +159,7 @@ class GradientSums:
             self._last_has_run(bucket)
 
     def ran(self, names: Iterable[str]) -> None:
-        """Add up the gradients of parameters that a backward has touched, and start the buckets for which it was the last."""
+        """Add what a backward left in `.grad` of the parameters `names`. Start to send buckets that no later backward adds to."""
         for name in names:
             assert self._left[name], f"a backward touched {name} after the last one announced"
             self._left[name] -= 1
@@ -179,8 +178,8 @@ class GradientSums:
             step: number of the step, for tests that make a rank fail here.
 
         Returns:
-            The largest gradient on this rank of each parameter that has one the reduction cannot add (infinite, NaN, or too
-            large). The sums of these parameters are invalid on every rank.
+            By parameter, the largest absolute gradient element on this rank, if the reduction cannot add it (infinite, NaN,
+            or too large). The sums of these parameters are invalid on every rank.
         """
         assert not any(self._left.values()), f"backwards are missing: {self._left}"
         for bucket in self._open:

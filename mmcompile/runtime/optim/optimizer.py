@@ -161,7 +161,7 @@ class RankOptimizer:
             group.update(_tuples(own), params=parameters)
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the optimizer state of parameters by `<key>/<parameter>` (key: `exp_avg`), and masters by `master/<parameter>`.
+        """Return the optimizer state of parameters by `<key>/<parameter>` (as `exp_avg`), and masters by `master/<parameter>`.
 
         A parameter that was never updated has no state but its master.
 
@@ -200,7 +200,7 @@ class RankOptimizer:
 
 @dataclass(kw_only=True, slots=True)
 class RankState:
-    """Holds the parameters, buffers and optimizer of one rank, also while stages move between ranks."""
+    """Parameters, buffers and optimizer of one rank. They stay when stages move between ranks and a new `Worker` is made."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)

@@ -97,7 +97,7 @@ class RankGradients:
             _scale(self._state.optimizer.updated.values(), 1 / self._carried_weight)
 
     def squared_norms(self) -> dict[str, float]:
-        """Return the sum of squares of each gradient that this rank (one rank a parameter) adds to the global norm, by name.
+        """Return the squared norm of each gradient that this rank counts in the global norm, by name; one rank counts each.
 
         Norms are computed in the precision of the gradient and squared in float64.
         """
@@ -145,7 +145,7 @@ class RankGradients:
     def _shared(self) -> list[OwnerSet]:
         """Return the owner sets of parameters on several ranks.
 
-        Givers are owners that ran a backward through them in this step.
+        Givers are the owners that ran a backward of a stage with these parameters in this step.
         """
         names: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
         for (stages, updater), held in self._held.items():

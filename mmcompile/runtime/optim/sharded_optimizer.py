@@ -57,7 +57,7 @@ class NewValues:
     Args:
         parameters: trainable parameters of this rank, by original name.
         shared: owner sets of the updated parameters, the same on all ranks.
-        bucket_bytes: as for `GradientSums`. Messages use the tag of a bucket's phase 2, which updated buckets do not have.
+        bucket_bytes: as for `GradientSums`. Messages use the tags of phase 2 of `Bucket`, unused where one owner alone updates.
     """
 
     def __init__(
