@@ -1,4 +1,4 @@
-"""Effect of ops on one dim of their first argument, where it is the same for any kind of dim.
+"""Effects of ops on one dim of their first argument, for ops that treat every dim (tokens, heads, hidden units) alike.
 
 The passes context-parallel (dims of tokens) and tensor-parallel (sharded dims) follow dims by these rules.
 """

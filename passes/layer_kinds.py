@@ -77,7 +77,7 @@ def _literals(value: object) -> Iterable[str]:
 
 
 def _attention(node: fx.Node) -> Iterable[str]:
-    """Yield what distinguishes attention ops of equal parameter shapes, as text for the layer's kind."""
+    """Yield, for attention, heads, head dim, integer arguments and ops of the mask as text; nothing for another node."""
     if not any(name in op_name(node) for name in _ATTENTION):
         return
     shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]

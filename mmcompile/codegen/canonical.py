@@ -164,7 +164,7 @@ class _Symbols:
 
 
 def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
-    """Yield statements that read sizes and assert equal ones, so that a compiler need not discover equality."""
+    """Yield statements that read size arguments and assert which dims of arguments are equal: a compiler need not find out."""
     first: dict[str, str] = {}
     for at, argument in enumerate(arguments):
         if argument.is_size:

@@ -106,7 +106,7 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 def _shared_readers(
     calls: Sequence[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return shared value -> all stages that need it, for each value after which the stages' computations differ.
+    """Return shared value -> stages that need it, for values that several stages need and from which each then makes others.
 
     For example a mask that all stages read, or a rotary table that each stage reshapes.
     """

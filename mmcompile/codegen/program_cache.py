@@ -185,7 +185,7 @@ class Patterns:
 
 
 def _key(batch: Mapping[str, Any]) -> Key:
-    """Return the part of a batch that must be equal before sizes and values are compared: inputs, ranks, dtypes, plain values."""
+    """Return what batches that fit one pattern have in common: names, numbers of dims and dtypes of inputs, plain values."""
     return tuple(
         (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in sorted(batch.items())

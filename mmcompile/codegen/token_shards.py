@@ -23,7 +23,7 @@ from mmcompile.planner.plan.placement import shard_name
 
 
 def local_tokens(tokens: int, num_ranks: int) -> int:
-    """Return the number of rows, free rows included, that each of `num_ranks` ranks holds of a sequence of `tokens` tokens."""
+    """Return how many rows each of `num_ranks` ranks holds for `tokens` tokens, padded by rows without a token (free rows)."""
     return padded_length(tokens, num_ranks) // num_ranks
 
 

@@ -1,4 +1,4 @@
-"""Taps: arguments of a layer function in which its backward leaves the tensors of deferred weight gradients."""
+"""Taps: arguments of a layer function in which its backward leaves what deferred weight gradients are computed from."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Weight gradients computed after the backward: where the backward runs in two parts, I and W (schedule zb-h1).
 
 A product y = x w^T + b runs on w and b cut from autograd, and its result is joined with a *tap*, an input of zeros:
-autograd then makes dL/dx, and dL/dy as the gradient of the tap, which is I. From x and dL/dy follow, whenever there is
-time, in W:
+in part I, autograd makes dL/dx, and dL/dy as the gradient of the tap. Part W later makes the rest from x and dL/dy:
 
     dL/dw = (dL/dy)^T x        dL/db = sum over rows of dL/dy
 
-A layer that computes its activations again must not keep x until then. There, a second tap takes up x itself in the
-place of a gradient, while the backward has it (`handed`): x is kept from I to W only, as dL/dy is.
+A layer that recomputes its activations must not keep x from the forward to W. Its backward therefore hands the recomputed x to a
+second tap, in place of a gradient (`handed`), so that x is kept from I to W only, as dL/dy is.
 
 All of this is plain functional code, which a compiler takes as it takes any other.
 

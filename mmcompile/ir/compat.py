@@ -50,7 +50,7 @@ __all__ = [
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Exceptions raised if Python or an operation needs the values of a fake tensor."""
 _CACHES = "transformers.pytorch_utils"
-"""Module of transformers whose tracing predicate guards caches of tensors: it must return True while we trace."""
+"""Module of transformers whose predicate for tracing guards caches of tensors: the predicate must return True while we trace."""
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
 
@@ -106,7 +106,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
-    """Return all conditions that a symbolic capture assumed of its size symbols."""
+    """Return all conditions on size symbols that a symbolic capture has assumed; `value` is any fake tensor of the capture."""
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
     return tuple(env.replace(guard.expr) for guard in env.guards)
 

@@ -1,8 +1,8 @@
 """Find the components and layers of a captured graph from its structure, independently of the model's code.
 
 A value's *sources* are the data inputs its floats come from: float inputs, and integer inputs looked up in a trained
-table. Modules whose values come from fewer sources than the loss does, and which hold layers or sit behind ones that
-do, are branches: encoders and projectors. The rest, with everything downstream of the merge, is the language model.
+table. A *branch* (encoder or projector) is a module whose values come from fewer sources than the loss does; it holds layers, or
+reads a module that does. All else, with everything behind the merge of branches, is the language model.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def find_structure(
 
     Args:
         module: a captured graph; nodes carry `module_path`. Annotations are written.
-        reference: components of an earlier capture of the same model. Given, its components and layer order are kept,
-            so that one plan places the layers of every capture.
+        reference: components of an earlier capture of the same model, which are kept with their layer order, so that one plan
+            places the layers of every capture.
     """
     sources = _sources(module)
     if reference is None:
@@ -174,14 +174,14 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _wrappers(branches: Sequence[_Branch]) -> set[str]:
-    """Return modules that hold branches; their own forward is glue between components."""
+    """Return the paths of modules around branches (encoders, projectors); their own forward is glue between components."""
     return {prefix for branch in branches for prefix in _prefixes(branch.module)[:-1]}
 
 
 def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
-    """Return (node -> component, branches kept): a branch whose parameters are read after modalities merge is no encoder."""
+    """Return (node -> component, kept branches): branches whose parameters are read after modalities merge are dropped."""
     kept = list(branches)
     while True:
         owner = _assign(graph, sources, kept, _wrappers(kept))
@@ -318,7 +318,7 @@ def _split_tail(
     *,
     fixed: bool,
 ) -> None:
-    """Make the nodes after the last block one layer: set it in `index`, node -> layer, and add it to `names` if not `fixed`."""
+    """Make the nodes after the last block one layer, in `index` (node -> layer) and, unless names are `fixed`, in `names`."""
     blocks = _blocks(graph, owner)[component]
     has_tail = len(names) > 1 and not _is_block(names[-1])
     if not blocks or fixed and not has_tail:

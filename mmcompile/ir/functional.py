@@ -103,7 +103,7 @@ class _Memory:
     viewed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """View -> the node it views."""
     present: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Node -> node with its value after the writes that `seen` counts."""
+    """Node -> node with its value after the first `seen[node]` in-place writes to its memory."""
     seen: dict[fx.Node, int] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
     """Node that allocated some memory -> number of in-place writes to this memory so far."""
@@ -298,7 +298,7 @@ def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, 
 
 
 def _scatter(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """Return `source` with the elements that `view` shows replaced by `new`; viewing a tensor of element numbers finds them."""
+    """Return `source` with the elements that `view` shows replaced by `new`; the same view of element indices finds them."""
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(graph, near, target, *args, **kwargs)

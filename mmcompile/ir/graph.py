@@ -167,10 +167,7 @@ class ParameterSpec:
         return replace(self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index)
 
     def of_replica(self, replica: int) -> ParameterSpec:
-        """Return the part that replica `replica` holds, from the part of replica 0.
-
-        The same part unless replicas share the parameter.
-        """
+        """Return the part that replica `replica` holds, from that of replica 0 (`self`): equal if replicas do not shard it."""
         if self.shard is None or self.shard.replicas == 1:
             return self
         index = self.index + replica

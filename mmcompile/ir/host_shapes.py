@@ -48,13 +48,10 @@ class HostProgram:
     values: tuple[str, ...]
     counts_tokens: bool
     fixed_shapes: tuple[str, ...] = ()
-    """Names of values whose shape depends on values. Python saw it as numbers: the graph holds for equal shapes."""
+    """Names of host values whose shape Python read as numbers: the graph holds only for batches that give an equal shape."""
 
     def run(self, batch: Mapping[str, torch.Tensor | int]) -> HostResult:
-        """Evaluate the program on a batch and its sizes, whose shapes the capture must hold for.
-
-        A few small ops, no gradients.
-        """
+        """Evaluate the program, a few small ops, on a batch and its sizes by name; the capture must hold for its shapes."""
         with torch.no_grad():
             results = self.module(*(batch[name] for name in self.inputs))
         reads = (read.tolist() if isinstance(read, torch.Tensor) else read for read in results[: self.num_reads])
@@ -220,7 +217,7 @@ def has_dynamic_shape(node: fx.Node) -> bool:
 
 
 def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> dict[fx.Node, Any]:
-    """Return the real value of every node that depends on inputs, buffers and constants only, within the size limits."""
+    """Return real values of nodes that depend on inputs, buffers and constants only; tensors above a size limit are left out."""
     known: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -342,7 +339,7 @@ def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> lis
 def _extract(
     module: fx.GraphModule, reads: list[fx.Node], dynamic: list[fx.Node], labels: list[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return a graph module that computes reads, dynamic values and the token count from the inputs."""
+    """Return (module that computes `reads`, `dynamic` and the number of valid `labels` from the batch, names of its inputs)."""
     read: list[Any] = [node.args[0] if node.target is VALUE_READ else node for node in reads]
     wanted: list[fx.Node] = [*read, *dynamic, *labels]
     needed = reached(wanted, _sources)

@@ -113,8 +113,8 @@ def _inner_model(model: nn.Module) -> nn.Module:
 def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch with `position_ids`, if the model offers `get_rope_index` to compute them; else unchanged.
 
-    Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be
-    a new pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
+    Multimodal rotary positions depend on where images stand among the tokens. Computed inside the graph, they would tie it to one
+    text; as an input, they let one graph serve all texts. The model itself computes them, so results do not change.
     """
     model = _inner_model(model)
     owners = (model, getattr(model, "model", None), getattr(model, "base_model", None))

@@ -66,7 +66,7 @@ FACTORIES_LIKE = {
     aten.zeros_like.default: aten.zeros.default,
     aten.full_like.default: aten.full.default,
 }
-"""Factory that takes only its type (and shape) from a tensor -> factory of the same values without it."""
+"""Factory op that takes only dtype, device or shape from a tensor -> factory of the same values without a tensor argument."""
 _COPIES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 
 
@@ -184,7 +184,7 @@ class _KnownDispatch(TorchDispatchMode):
         return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Return (args, kwargs, result or None) of a selection by a known mask or known counts, with a static result shape."""
+        """Return (args, kwargs, result or None) of indexing by a known mask or repeating by known counts, of static shape."""
         known = self.known
         if func is aten.index.Tensor and any(is_boolean(i) and known.get(i) is not None for i in args[1]):
             indices: list[torch.Tensor | None] = []

@@ -1,4 +1,4 @@
-"""Nodes we author: the loss, the merge, attention masks as words, and the mark of a value that Python read.
+"""Ops that we add to graphs: the loss, the merge of features, attention masks as words, and marks of values that Python read.
 
 Stage sources call these by name, so a reader sees where features enter the text and where the loss is made.
 """
@@ -78,8 +78,8 @@ def attention_words(
 
     visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q or islands(q) = islands(k) >= 0)
 
-    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0. A mask
-    that only hides keys differs in these rows; the loss is the same as long as padding carries no loss.
+    A token that is not valid gets the padding word 0: no token sees it, and it sees none, so attention's result for it is 0.
+    Under a mask that only hides keys this result differs; the loss is the same as long as padding carries no loss.
 
     Args:
         valid: bool or integer, 0 for padding; None where all tokens are real. Tensors are [B, T], or broadcast to it.

@@ -1,4 +1,4 @@
-"""`matches`: whether a pattern means a parameter, by its name. Shared by `freeze` and `ParameterGroup`."""
+"""`matches`: whether a pattern matches a parameter's name. Shared by `freeze` and `ParameterGroup`."""
 
 from __future__ import annotations
 

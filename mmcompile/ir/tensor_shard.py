@@ -21,8 +21,8 @@ class TensorShard:
 
     A projection to queries, keys and values in one weight is three blocks, so every rank gets heads of all three.
 
-    Replicas may shard the part of a rank once more: then `replicas` consecutive parts together are the part that one of
-    `count / replicas` ranks computes with.
+    With `replicas` > 1, the replicas of each rank shard its part once more (FSDP). Then there are `count / replicas` ranks, and
+    each computes with `replicas` consecutive parts joined.
     """
 
     dim: int
@@ -78,7 +78,7 @@ class TensorShard:
         return (*shape[: self.dim], shape[self.dim] // self.count, *shape[self.dim + 1 :])
 
     def local_sizes(self, sizes: Sequence[int | sympy.Expr]) -> tuple[int | sympy.Expr, ...]:
-        """Return the sizes of a part, like `local_shape`, for sizes that may be expressions over size symbols."""
+        """Return the shape of a part of a tensor of shape `sizes`, whose entries may be expressions over size symbols."""
         size = sizes[self.dim]
         local = size // self.count if isinstance(size, int) else size / self.count
         return (*sizes[: self.dim], local, *sizes[self.dim + 1 :])

@@ -1,4 +1,4 @@
-"""Value-aware export: one FX graph of a model's training step, from inputs by name to the loss."""
+"""Export of a model's training step as one FX graph, from inputs by name to the loss; integer inputs keep real values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LOSS_PRESERVING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """A captured training step, functional and free of value reads."""
+    """A captured training step: no op works in place, and Python reads no value in it."""
 
     module: fx.GraphModule = field(repr=False)
     """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
@@ -204,7 +204,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
 
 
 def inline_regions(exported: fx.GraphModule) -> None:
-    """Inline the bodies of `torch.no_grad` and autocast-off regions. Values that leave a no_grad region are detached."""
+    """Inline the bodies of regions with `torch.no_grad` or with autocast off. Values that leave a no_grad region are detached."""
     graph = exported.graph
     for node in list(graph.nodes):
         if node.op != "call_function" or not str(node.target).startswith("wrap_with_"):
@@ -272,7 +272,7 @@ def _name_merges(graph: fx.Graph) -> None:
 
 
 def _own_loss(graph: fx.Graph) -> LossInfo:
-    """Replace a mean cross-entropy that is the loss by `token_loss`; otherwise return the reason why this is not possible."""
+    """Replace a loss that is a mean cross-entropy by `token_loss`; return the form of the loss, with a reason if not replaced."""
     output = graph.output_node()
     (loss,) = results_of(graph)
     node = loss
@@ -307,7 +307,7 @@ def _own_loss(graph: fx.Graph) -> LossInfo:
 
 
 def _before_narrowing(logits: fx.Node) -> fx.Node:
-    """Drop a float64 to float32 cast on the way to `logits`, intended as an upcast from half; return the logits without it."""
+    """Take a cast from float64 to float32, meant to widen half types, out of the ops that make `logits`; return the logits."""
     chain = [logits]
     while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
         chain.append(chain[-1].all_input_nodes[0])

@@ -1,8 +1,7 @@
 """State around a trace: options switched off for it, fake tensors that a model keeps, random numbers drawn outside torch.
 
-The options are restored, the fake tensors are removed, and the random numbers are refused. torch's own stay ops of the graph.
-Those of numpy and of Python's `random` (SpecAugment, layer drop) are numbers of Python by the time they reach a tensor, and a
-graph would repeat them.
+After a trace, options are restored and the fake tensors are removed. torch's random ops stay in the graph. Draws from numpy and
+Python's `random` (SpecAugment, layer drop) are refused: they reach tensors as plain numbers, which a graph would repeat.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _UNIT = ("random", "random_sample", "rand", "uniform")
 
 @contextlib.contextmanager
 def python_state_kept(model: nn.Module) -> Generator[None]:
-    """Take fake tensors out of a real model's Python after the block: attributes of modules and of plain objects in them.
+    """Remove, after the block, fake tensors that tracing left in a real model's modules, or in plain objects in their attributes.
 
     A forward may keep what it computes (cached properties, tables for the longest input so far, positions of the last batch). In
     a trace these are fake tensors, with which the next forward fails or computes nothing.
@@ -80,7 +79,7 @@ def _has_fakes(value: Any, depth: int = 0) -> bool:
 
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Generator[dict[str, Any]]:
-    """Switch `use_cache` off in all configs (a cache adds two cats per layer); yield keyword arguments for the forward."""
+    """Switch `use_cache` off in all configs (a cache adds two ops per layer); yield keyword arguments for the forward."""
     configs = {
         id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
     }

@@ -87,7 +87,7 @@ class SequenceSharder:
         )
 
     def _place(self, value: fx.Node) -> NodeInfo:
-        """Return the place of a value's `shard_tokens` node: shared like the value, in its region layer, or in layer 0."""
+        """Return the place of a value's `shard_tokens` node: shared like the value, in the layer that makes it, or in layer 0."""
         if value.op == "call_function":
             note = info(value)
             if note.shared or note.component == self.component:

@@ -24,15 +24,15 @@ from mmcompile.passes.values import has_tag, op_name, shape, sizes, tensors
 Size = int | sympy.Expr
 
 LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
-"""Symbol for the number of tokens that one rank holds, free rows included; it replaces size symbols of all tokens."""
+"""Symbol for the number of token rows on a rank, free rows (without a token) included; it replaces the size of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAxis:
     """A dim of size outer * tokens * inner: batch and tokens merged into rows, or tokens repeated once per expert.
 
-    Where the model left tokens out at the ends (logits without the last), ranks keep their rows of those tokens: no op
-    in the region reads other tokens, and the loss gets an ignored label for the left-out ones.
+    Where the model left out tokens at the ends of a row (logits without the last), ranks keep their rows of these tokens. Results
+    are the same: no sharded op reads another token, and the loss gets an ignored label for left-out ones.
     """
 
     dim: int
@@ -68,7 +68,7 @@ class TokenFlow:
     tokens: int
     """Number of tokens in a row of the captured batch."""
     spread: Callable[[fx.Node, TokenAxis, float], fx.Node]
-    """Function that shards a whole value: (value, its token dim, filler of free rows) -> node."""
+    """Function that shards a whole value: (value, its token dim, filler for rows without a token) -> node of a rank's rows."""
     axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
     """Sharded value -> its token dim; for a tuple, the token dim of its items."""
     task: str = "context parallelism cannot spread the tokens of"
@@ -92,7 +92,7 @@ class TokenFlow:
         return tuple(source for source in node.all_input_nodes if source in self.axes)
 
     def to_spread(self, node: fx.Node, value: fx.Node, axis: TokenAxis, filler: float = 0) -> fx.Node:
-        """Return `value` sharded along `axis`, as `node` must read it; a whole value is sharded, with `filler` in free rows."""
+        """Return `value` sharded along `axis`, for `node` to read. A whole value is sharded, with `filler` where no token is."""
         found = self.axes.get(value)
         if found is None:
             if shape(value)[axis.dim] != self.rows(axis):

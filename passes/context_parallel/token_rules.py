@@ -270,7 +270,7 @@ def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
-    """End the region with the loss: each rank returns the sum over its own tokens and the number of these tokens."""
+    """Return None, as the loss has no token dim: each rank gets the sum over its own tokens, and their number."""
     logits, labels, ignore_index = node.args
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node) and isinstance(ignore_index, int)
     axis = flow.axes.get(logits)

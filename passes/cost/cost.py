@@ -156,12 +156,12 @@ def _add_bytes(name: str, nodes: Iterable[fx.Node], growths: Growths, work: Work
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Return whether selective recomputation keeps a node's result: a product, a convolution, attention or an exchange."""
+    """Return whether selective recomputation keeps a node's result: a product, convolution, attention or `tp_*` collective."""
     return bool(op_flops(node).forward) or op_name(node) in _EXCHANGES
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
-    """Add to `work`, the amounts of one node, its fields for attention and for ops kept by selective recomputation."""
+    """Add to `work`, one node's amounts, the fields of attention if the node is attention, and `kept_*` fields if `_is_kept`."""
     growth = growths.work(node)
     if op_name(node) in ATTENTION or growth == Growth.SQUARES:
         work["attention_flops", growth] = work["forward_flops", growth]
@@ -176,7 +176,7 @@ def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _Read:
-    """Memory that is made outside of layers `first` to `last` of a component, and read in them."""
+    """Memory that layers of a component read but do not make; `first` and `last` are the indices of the first and last one."""
 
     saved: Saved
     first: int

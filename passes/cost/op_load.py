@@ -1,8 +1,7 @@
 """Growth of a node's work with the load of its component, and the load of a component in the capture.
 
-One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs
-of rows that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols, from
-them.
+One capture has one size. A node's work is fixed, or grows with the rows of a microbatch, or with the pairs of rows that see each
+other. Size symbols in the graph show which; without symbols, the node's op, operands and shapes do.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Growths:
         return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
 
     def _size_of_fixed(self, node: fx.Node) -> Growth:
-        """Return the growth of a value made without activations: masks and tables by dims of sequence length; else FIXED."""
+        """Return the growth of a mask or table: SQUARES if two dims have sequence lengths, TOKENS if one has, else FIXED."""
         if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
             return Growth.FIXED
         if self._may_be_pairs(node):

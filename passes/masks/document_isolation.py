@@ -54,7 +54,7 @@ class _IsolationProof:
     """Packed batches with the same documents; the captured batch is first."""
     flow: TokenFlow = field(init=False)
     met: list[tuple[fx.Node, fx.Node, TokenAxis]] = field(default_factory=list)
-    """Whole values that are combined with tokens: (value, the node that stands for it in the flow, its token dim)."""
+    """Values made of no token embedding that are combined with token states: (value, its alias in the flow, its token dim)."""
     picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     """Node with rows selected from tokens -> nodes of the row indices."""
     blocks: set[fx.Node] = field(default_factory=set)
@@ -88,7 +88,7 @@ class _IsolationProof:
             self._check_taken_along(value, axis)
 
     def _spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """Return an alias node that stands for a whole value where it is combined with tokens, and record it in `met`."""
+        """Return an alias of `value`, made of no token embedding, for its use with token states; record both in `met`."""
         for known, made, place in self.met:
             if known is value and place == axis:
                 return made
@@ -130,7 +130,7 @@ class _IsolationProof:
         self.picked[node] = places
 
     def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
-        """Return whether values computed from rows selected at `places` still have the same rows in the same order."""
+        """Return whether a node computed from rows selected by the index nodes `places` has these rows in the same order."""
         if node in self.picked:
             pairs = list(zip(self.picked[node], places, strict=False))
             return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)

@@ -47,7 +47,7 @@ class Elementwise:
     dtype: torch.dtype
     """Dtype of the operation's result."""
     node: fx.Node = field(compare=False)
-    """Graph node of the operation; it does not count in comparisons."""
+    """Graph node of the operation; ignored when expressions are compared."""
     axes: frozenset[Axis] = field(compare=False)
     size: int = field(compare=False)
 

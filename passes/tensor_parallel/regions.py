@@ -33,7 +33,7 @@ _KEEP_IDS = aten_ops(
 
 @dataclass(kw_only=True, slots=True)
 class ComponentSharding:
-    """Sharded regions and whole parts of one component at one degree."""
+    """Sharded regions of one component at one degree, and its projections and embeddings that stay whole."""
 
     component: str
     count: int

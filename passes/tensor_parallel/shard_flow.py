@@ -1,7 +1,7 @@
 """`ShardFlow`: follows sharded dims through one layer, from column projections to row projections.
 
-The graph is not changed: `ShardFlow` records the changes to make, and a rule that fails raises `Refusal`. Values of a
-sharded region are parts (`TensorShard`); all others are whole, the same on every rank.
+The graph is not changed: `ShardFlow` records the changes to make, and a rule that fails raises `Refusal`. A *region* is a set of
+nodes whose values are sharded: each rank has a part (`TensorShard`). All other values are whole, the same on every rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Refinement(Refusal):
 
 
 class RegionGrowth(Exception):
-    """Exception: results of more projections meet a sharded value; the region is followed again with these sharded too."""
+    """Exception: a sharded value meets results of more projections; the region is followed again with these sharded too."""
 
     def __init__(self, projections: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class ShardFlow:
                 self.meet(node, value, self.shard(dim, blocks))
 
     def grow(self, value: fx.Node) -> None:
-        """Raise RegionGrowth if a whole value is made from projections that the region can add; else return."""
+        """Raise RegionGrowth if the unsharded `value` is made from projections whose outputs can be sharded too; else return."""
         known = self.columns.keys() | self.sums | self.excluded
         found = [source for source in self.facts.projections_of(value, self.count) if source not in known]
         if found:

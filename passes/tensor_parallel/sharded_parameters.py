@@ -45,7 +45,7 @@ class ShardedParameters(Rewrite):
 
     Raises (in `run`):
         ConfigError: a component of `degrees` does not exist.
-        PlanError: no parameter of any component can be shared.
+        PlanError: no parameter of any component can be sharded.
     """
 
     name: ClassVar[str] = "sharded-parameters"
@@ -129,7 +129,13 @@ def _summary(reasons: Mapping[ParameterSpec, str]) -> str:
 def _whole(
     spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
 ) -> str:
-    """Return the reason why `degree` replicas cannot shard a parameter, sharded as `shard` over ranks; "" if they can."""
+    """Return the reason why `degree` replicas cannot shard a parameter; "" if they can.
+
+    Args:
+        shard: sharding of the parameter over tensor-parallel ranks.
+        reading: components that read the parameter.
+        degrees: component -> number of its replicas that shard.
+    """
     if len(spec.shape) < 2:
         return "vectors"
     if any(name is None or degrees.get(name) != degree for name in reading):

@@ -1,4 +1,4 @@
-"""`tensor_axes`: legal tensor-parallel degrees of components, the sharded share, and the parts that stay whole.
+"""`tensor_axes`: tensor-parallel degrees at which components can run, with the share of parameters that each degree shards.
 
 A planner calls it before it chooses degrees; the pass tensor-parallel then shards the same parts.
 """
@@ -22,7 +22,7 @@ from mmcompile.passes.tensor_parallel.tensor_shares import Parts, rank_parts, te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorAxes:
-    """Legal tensor-parallel degrees of one component, with the sharded share and the whole parts at each."""
+    """Tensor-parallel degrees at which one component can run (*legal*), with what each shards and what it leaves whole."""
 
     degrees: tuple[int, ...]
     """Legal degrees, 1 first: they shard all attention heads, and all projections that any degree shards."""
@@ -33,7 +33,7 @@ class TensorAxes:
     kept: Mapping[int, tuple[str, ...]]
     """Legal degree -> parts that stay whole with the reason, one line each."""
     layers: Mapping[int, tuple[TensorShare, ...]] = field(default_factory=dict)
-    """Degree above 1, legal or not -> each layer's exchanges and one rank's shares of its cost, for the captured batch."""
+    """Degree above 1, legal or not -> for each layer, its all-reduces and one rank's shares of its cost in the captured batch."""
 
 
 def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None = None) -> Mapping[str, TensorAxes]:
@@ -42,7 +42,7 @@ def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None
     Args:
         graph: annotated by gradient-flow; it is not changed, and its tensors may be fake.
         max_degree: maximum number of ranks over which a component's weights can be sharded.
-        costs: costs of the graph, which `layers` needs for a rank's shares of them; None leaves the shares unknown.
+        costs: costs of the graph, from which `TensorAxes.layers` has a rank's shares; None leaves the shares unknown.
     """
     facts = GraphFacts(graph=graph)
     names = [component.name for component in graph.components]

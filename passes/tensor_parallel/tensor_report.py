@@ -32,7 +32,7 @@ def summary(facts: GraphFacts, sharding: ComponentSharding) -> str:
 
 
 def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
-    """Return one line per kind of whole part, projections first.
+    """Return lines on the modules that every rank holds whole, with number and reason; equal modules of layers share a line.
 
     Example: `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`.
     """

@@ -164,9 +164,9 @@ def _inserted(
 
     Args:
         before: node in front of which the call is inserted.
-        like: node of the same layer, module and gradient.
+        like: node whose layer, module and gradient flag the call gets.
         shaped: node whose value has the same dtype and, if `full` is None, the same sizes.
-        full: sizes of the result; those that are symbols have the numbers of `shaped`.
+        full: sizes of the result; a symbol among them stands for the size that `shaped` has in the captured batch.
     """
     full = sizes(shaped) if full is None else full
     known = [size if isinstance(size, int) else now for size, now in zip(full, shape(shaped), strict=True)]

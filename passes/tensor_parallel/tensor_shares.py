@@ -1,4 +1,4 @@
-"""`tensor_shares`: bytes that tensor-parallel ranks exchange in each layer; `rank_parts`: one rank's shares of its cost."""
+"""`tensor_shares`: bytes that tensor-parallel ranks all-reduce in each layer; `rank_parts`: a rank's shares of a layer's cost."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LOSS_NUMBERS = 3
 def tensor_shares(
     facts: GraphFacts, sharding: ComponentSharding, parts: Sequence[Parts] | None = None
 ) -> tuple[TensorShare, ...]:
-    """Return the bytes exchanged and one rank's share of the cost, for each layer of a component in the captured batch.
+    """Return, for each layer of a component, the bytes all-reduced and one rank's shares of the cost in the captured batch.
 
     Args:
-        parts: one rank's share of each layer's cost; None if unknown.
+        parts: one rank's shares of each layer's cost, by layer; None if unknown.
     """
     component = facts.graph.component(sharding.component)
     specs = facts.graph.specs
@@ -68,7 +68,7 @@ def rank_parts(
     """Return component -> one rank's shares in the cost of each of its layers, for the captured batch.
 
     The shares are measured on the sharded graph, which the ranks run. Values outside sharded regions (residuals, norms)
-    stay whole on every rank, regions are divided, and exchanges add copies; the cost pass counts all of this.
+    stay whole on every rank, work in regions is divided, and collectives add copies; the cost pass counts all of this.
 
     Args:
         graph: annotated by gradient-flow; it is not changed.
@@ -109,7 +109,7 @@ def _copies(region: ShardFlow) -> Iterable[fx.Node]:
 
 
 def _is_sent_away(facts: GraphFacts, node: fx.Node) -> bool:
-    """Return whether a node's gradient comes from another component: one rank receives it, and sends it to all ranks."""
+    """Return whether another component sends `node` a gradient, which rank 0 receives and shares with all ranks."""
     own = info(node).component
     readers = [user for user in node.users if user.op == "call_function" and not info(user).shared]
     return facts.carries(node) and any(info(user).component != own and facts.carries(user) for user in readers)

@@ -67,7 +67,7 @@ def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int) -> list[Any]:
-    """Return the sizes `wanted` of a view with dim `dim` as on one rank; -1 stays, as it then follows from local sizes."""
+    """Return a view's size arguments `wanted` with dim `dim` as on one rank; -1 stays, as torch infers the local size."""
     found = list(wanted)
     size = found[dim]
     if isinstance(size, fx.Node):
@@ -84,8 +84,9 @@ def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int
 def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
     """Return the sharding of `node`, a view of the elements of `value` in the same order.
 
-    Flatten the dims that the view splits or merges with the sharded one: elements of a block are then consecutive,
-    blocks * inner, once for each index of the outer dims. The same runs must be blocks of a dim of the result.
+    Of the dims that the view splits or merges with the sharded one, some are before it (outer) and some behind it (inner). For
+    each index of the outer dims, a block is a run of consecutive elements: its size times the inner sizes. A dim of the result is
+    sharded if its blocks are the same runs; Refusal is raised if there is none.
     """
     shard, old, new = flow.shard_of(value), shape(value), shape(node)
     if prod(old) != prod(new):

@@ -1,12 +1,12 @@
-"""`check_shards`: check that the ranks of each layer compute the same as the whole layer, before training.
+"""`check_shards`: check before training that tensor-parallel ranks compute the same as the whole layer.
 
-One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random
-weights, random values where other layers' floats come in, and random gradients where its values go out. Values that
-depend on integers alone (masks, positions, rotary tables) must be legal, so they are computed from the batch; integers
-from other layers are computed from the random floats of those layers.
+One layer of every kind is cut out of the whole and of the sharded graph. Both are run forward and backward, with all ranks in
+this process. Weights, float inputs from other layers and gradients of the outputs are random. Masks, positions and rotary tables
+depend on integers alone. They must be valid, so they are computed from the batch. Integers that other layers make from floats (a
+router's choice) are computed from random values of these floats.
 
-Layers run in float32; if results differ, again in float64, so that rounding alone does not fail the check (a router may
-pick another expert). Dropout is off. torch's global random generators are not used.
+Layers run in float32. If results differ, they run again in float64: rounding alone, after which a router may pick another expert,
+must not fail the check. Dropout is off. torch's global random generators are not used.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the calls on which the inputs `outside` depend, in graph order, back to floats: these get random values."""
+        """Return the calls that make a layer's inputs `outside`, in graph order, back to the floats, which get random values."""
         needed = reached(outside, lambda node: () if _is_float(node) else node.all_input_nodes)
         return [node for node in self.whole.calls if node in needed]
 

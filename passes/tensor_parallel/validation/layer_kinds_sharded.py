@@ -23,8 +23,8 @@ class ShardKinds:
     """Kinds of layers, from a graph and its sharded form.
 
     Two layers are of one kind if the whole graph's `layer_kinds` are equal and sharding changed them alike: the same
-    ops read the same parts of the same values. Integer arguments may be sizes of a batch, so their ratio to those of the whole
-    graph is compared (such as 1/4). In nodes `tp_*` they are blocks and heads of the model, compared as they are.
+    ops read the same parts of the same values. Integer arguments may be sizes of a batch, so the ratio of each to that of the
+    whole graph is compared (such as 1/4). Those of nodes `tp_*` are blocks and heads of the model, and are compared as they are.
     """
 
     whole: ModelGraph

@@ -66,7 +66,7 @@ class LayerMatches:
         return [(self._value_of[node], node) for node in _leaving(nodes)]
 
     def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-        """Yield (value, node that others read, True if they are in another component) for each gradient entering the layer."""
+        """Yield, for each gradient that enters the layer, (value, node that receives it, True if another component sends it)."""
         members = set(nodes)
         for value, node in self.outputs(nodes):
             exits = [user for user in node.users if _is_exit(user)]

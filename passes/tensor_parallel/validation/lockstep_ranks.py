@@ -59,7 +59,7 @@ class Lockstep:
         """Values of the nodes run so far, and values that were given."""
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
-        """Run nodes in graph order; inputs of the graph may be left out."""
+        """Run the calls among `nodes`, which are in graph order; other nodes are skipped."""
         for node in nodes:
             if node.op == "call_function":
                 self.values[node] = self._call(node)

@@ -24,10 +24,10 @@ class RandomValues:
         return torch.randn(tuple(value.shape), generator=self.generator, dtype=self.dtype)
 
     def weight(self, spec: ParameterSpec) -> torch.Tensor:
-        """Return uniform numbers that keep the magnitude of activations.
+        """Return a random weight, uniform in a range that keeps the magnitude of activations.
 
-        They are near 1 for scales and biases, and about 1/sqrt(inputs) for matrices. They repeat after `_PERIOD`, which
-        shares no factor with a width: no two rows of a matrix are equal.
+        The range is 0.5 to 1.5 for vectors, and about +-1.7/sqrt(inputs) for matrices. Numbers repeat after `_PERIOD`, a prime,
+        so that no two rows of a matrix are equal.
         """
         low, high = 0.5, 1.5
         if len(spec.shape) > 1:
