@@ -36,7 +36,7 @@ class _Trace:
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def note_call(self, module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
-        """Count a layer's call of attention, with or without words; note words used with a window, to check islands."""
+        """Count a layer's attention call by whether it got words; keep words used with a window, to check island lengths."""
         (self.without if words is None else self.with_words)[module] += 1
         if window is not None and words is not None:
             self.windows[window] = words
@@ -59,7 +59,7 @@ def expect_words(model: PreTrainedModel) -> Generator[Counter[str]]:
         calls.
 
     Raises:
-        MaskError: a layer was not called, or received a mask that the model made.
+        MaskError: a layer was not called, or received a mask that the model made; or (Gemma 3, 4) an island exceeds a window.
     """
     trace, calls = _Trace(), Counter[str]()
     token = _TRACE.set(trace)

@@ -101,7 +101,7 @@ def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_nam
 
 @torch.library.custom_op("mmcompile::tp_heads", mutates_args=())
 def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count: int) -> torch.Tensor:
-    """Return the key/value heads that this rank's query heads read, where heads are fewer than ranks or do not divide.
+    """Return the key/value heads that this rank's query heads read; used if the ranks cannot divide these heads evenly.
 
     Args:
         x: whole value with heads along `dim`.
@@ -118,7 +118,7 @@ def tp_heads_backward(
 ) -> torch.Tensor:
     """Return the gradient of the `x` of `tp_heads`, with all `size` heads along `dim`; 0 for heads that this rank did not read.
 
-    A head that it read several times gets the sum of these gradients. The group has `count` ranks.
+    A head that this rank read several times gets the sum of these gradients. The group has `count` ranks.
     """
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(resized(grad, dim, size))

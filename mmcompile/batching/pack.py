@@ -2,7 +2,7 @@
 
     input_ids     [1, T]   a a a b b c c c c          T = the tokens of all samples
     position_ids  [1, T]   0 1 2 0 1 0 1 2 3          or [4, 1, T], where images have positions of their own
-    labels        [1, T]   - a a - b - c c c          the first of a document is what no token predicts
+    labels        [1, T]   - a a - b - c c c          no token predicts the first one of a document
 
 There is no `attention_mask`: from positions that start over, the model's own code makes masks that keep documents apart.
 `mmcompile.batching.isolation` checks that.
@@ -48,7 +48,7 @@ class Packer:
     def pack(self, samples: Sequence[Sample], names: Sequence[int] | None = None) -> dict[str, Value]:
         """Join per-conversation samples into one batch of one row.
 
-        Media are joined as in `collate`. If padding is on the right, the valid tokens equal those of the padded batch.
+        Media are joined as in `collate`. The same tokens carry loss as in a batch that `collate` pads on the right.
 
         Args:
             samples: samples as for `collate`. `position_ids` of a sample are used unchanged.

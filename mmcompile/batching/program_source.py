@@ -17,7 +17,7 @@ class ProgramSource(Protocol):
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
         """Match a collated microbatch with the programs that run it, capturing a new pattern where none fits.
 
-        A pattern name must always come with the same programs. If the programs are `per_token`, `num_tokens` must be set.
+        Equal pattern names must have equal programs. The result must have `num_tokens` if its programs have a loss per token.
 
         Raises:
             BatchError: the batch does not fit the model. No message was sent yet, so the engine stays usable.

@@ -1,8 +1,8 @@
 """Costs of samples in each balance group of a plan, from their sizes alone, for the balancers.
 
-A plan has a rate for every component (`mmcompile.planner.plan.plan.SampleRate`): seconds of one replica, forward and backward,
-by the rows that a sample brings. The sum over a balance group's components is the sample's cost in this group. The constant cost
-of a microbatch (launches, reading parameters) belongs to no sample and is left out.
+A plan has a rate for every component (`mmcompile.planner.plan.plan.SampleRate`): seconds of forward and backward on one replica,
+as a function of a sample's rows (tokens, patches). The sum over a balance group's components is the sample's cost in this group.
+The constant cost of a microbatch (launches, reading parameters) belongs to no sample and is left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
 
 
 def costs_of_samples(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """Return the predicted costs of a processor's samples, by the rules that sized the batch which the plan was made from.
+    """Return the predicted costs of samples as a processor returns them, with rows counted as in the plan's example batch.
 
     The length of a text is the number of ones in `attention_mask`, else that of `input_ids`; images and audio clips are sized by
     their grids, else by the shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own

@@ -1,4 +1,4 @@
-"""`units_of`: a step plan as units of the schedule, by the placed stages of every replica; `action_lines` orders them."""
+"""`units_of`: the microbatches of a step plan as units of the schedule; `action_lines`: the order of their actions by rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StepPlanner`: from a step's samples to its `StepPlan`, on rank 0, without a word to other ranks."""
+"""`StepPlanner`: from a step's samples to its `StepPlan`, on rank 0, without messages to other ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Costs = Callable[[Sequence[Sample]], SampleCosts]
 Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
 """Function (samples, their numbers in error messages) -> one batch, by input name."""
 _SCHEDULES = 4
-"""Number of cached schedules: those of the steps planned ahead, and one to reuse for steps alike."""
+"""Number of schedules kept, to be used again by steps with equal microbatches: one per step planned ahead, and one more."""
 _Known: TypeAlias = dict[tuple[int, ...], PreparedMicrobatch]
 """Sample indices of a group -> the group matched with its pattern."""
 
@@ -211,7 +211,7 @@ class StepPlanner:
     def _others(
         self, costs: SampleCosts, samples: Sequence[Sample], assignment: Assignment, known: _Known
     ) -> Iterator[tuple[Assignment, Sequence[Sample], _Known, str]]:
-        """Yield alternatives to an assignment that the model refuses, best first: (assignment, samples, matched groups, name)."""
+        """Yield alternatives to a refused assignment, best first: (assignment, samples, matched groups, what differs)."""
         arrival = Arrival().assign(costs, self._grid)
         if arrival != assignment:
             yield arrival, samples, known, Arrival.name
@@ -367,7 +367,7 @@ def _sizes(sample: Sample) -> dict[str, torch.Size]:
 def _num_tokens(
     prepared: Sequence[PreparedMicrobatch], parts: Sequence[_SampleGroup], last: int, num_samples: int
 ) -> int:
-    """Return the number of valid tokens in microbatches of group `last`, the language model; 0 for means over samples."""
+    """Return the number of tokens with loss in microbatches of group `last`, the language model; 0 if losses are per sample."""
     learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
     counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
     for microbatch in counted:

@@ -194,7 +194,7 @@ def run() -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print what went wrong on standard error, for programs that asked for JSON also as an object; return the exit code."""
+    """Print an error on standard error, with `--json` also as a JSON object on standard output; return the exit code."""
     if "--json" in sys.argv:
         print_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     print_error(str(error))
@@ -202,7 +202,7 @@ def _report(error: Exception) -> int:
 
 
 def _report_usage(error: Any) -> int:
-    """Print what is wrong with the arguments, as `_report` does; return the exit code."""
+    """Print an error of typer about the arguments, as `_report` prints other errors; return the exit code."""
     from typer.rich_utils import rich_format_error
 
     if "--json" in sys.argv:

@@ -125,7 +125,7 @@ class Topic:
         return [_parameter(own, docs[own.name], searches) for own in fields(self.kind) if own.name in self.names]
 
     def value(self, name: str, typed: Any, offered: set[str], global_batch: int | None) -> Any:
-        """Return a field's value from `typed`, the text given for it; None for `search`. Raises ConfigError for a wrong text.
+        """Return a field's value, parsed from its text `typed`; None if that is `search`. Raises ConfigError for a wrong text.
 
         Args:
             offered: names of the fields that are options of the command.

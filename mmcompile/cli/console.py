@@ -43,7 +43,7 @@ def print_text(text: str) -> None:
 
 
 def print_result(json: bool, value: Any, text: str, output: object | None = None) -> None:
-    """Print a result: `value` for programs; for people `text`, and the file that it was written to."""
+    """Print `value` as JSON if `json` is set, else `text` and the path `output` of the file that the result was written to."""
     if json:
         print_json(value)
     else:

@@ -25,7 +25,7 @@ Weights = Literal["none", "random", "stored"]
 
 
 def load_captured(text: str, config: ModelConfig, example: ExampleConfig) -> CapturedModel:
-    """Return the model `text`, without weights and with its trainable parameters set, and its own batch or an example."""
+    """Return the model that `text` names, without weights, and a batch for its capture: of the user's function, or an example."""
     with busy(f"building {text}"):
         model, batch = load_model(text, "none", config.dtype)
         set_trainable(model, config.train)
@@ -42,9 +42,9 @@ def load_model(text: str, weights: Weights, dtype: str | None = None) -> tuple[n
     """Return the model that `text` names (see `MODEL_HELP`), with the batch that its function returned or None.
 
     Args:
-        text: a path, a cached Hugging Face id, or `package.module:function`. A function's model is taken as it comes.
-        weights: content of the parameters.
-        dtype: type of the parameters; the config's by default.
+        text: a path, a cached Hugging Face id, or `package.module:function`. A function's model is not changed.
+        weights: content of the parameters of a model that is made from a config.
+        dtype: dtype of its parameters; the config's by default.
 
     Raises:
         ConfigError: nothing by that name, an unknown family, no stored weights, or a function that returns something else.

@@ -34,7 +34,7 @@ def read_inputs(request: PlanRequest) -> PlanInputs:
 def make_plan(
     subject: CapturedModel, request: PlanRequest, inputs: PlanInputs, timing: dict[str, float] | None = None
 ) -> Plan:
-    """Capture and search, with a spinner.
+    """Capture the model and return the plan that the search finds; show a spinner meanwhile.
 
     Args:
         timing: receives the seconds of each phase, as `mmcompile.plan` reports them.

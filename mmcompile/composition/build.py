@@ -158,7 +158,7 @@ def _projectors(
 
 @contextlib.contextmanager
 def _like(parameter: nn.Parameter) -> Generator[None]:
-    """Give tensors made inside the dtype and device of a parameter, and no storage if the parameter is fake."""
+    """Run the block so that new tensors get the dtype and device of `parameter`, and no storage if it is a fake tensor."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(parameter.dtype)
     try:
@@ -172,7 +172,7 @@ def _like(parameter: nn.Parameter) -> Generator[None]:
 
 
 def _check_projected(model: ComposedModel, name: str, found: Probe, hidden: int) -> None:
-    """Raise ConfigError if features do not have the language model's embedding size."""
+    """Raise ConfigError unless projected features have size `hidden`, the language model's embedding size."""
     try:
         with shapes_only(model) as fake:
             shape = tuple(model.features(name, {key: fake(value) for key, value in found.inputs.items()}).values.shape)

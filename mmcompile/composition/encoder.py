@@ -93,7 +93,7 @@ def modality(module: nn.Module) -> str:
 
 
 def default_inputs(module: nn.Module) -> dict[str, str]:
-    """Return parameter of the encoder's forward -> default name in a batch, main input first; encoders may share a name."""
+    """Return parameter of the encoder's forward -> default name in a batch, main input first; not unique among encoders."""
     names = {name: _PROCESSOR_NAMES.get(name, name) for name in parameters_of(module)}
     if _ANONYMOUS in names:
         names[_ANONYMOUS] = "input_features" if modality(module) == "audio" else "pixel_values"
@@ -159,7 +159,7 @@ def select(encoder: Encoder, output: Any, name: str) -> Tensor:
 
 
 def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapping[str, Tensor]) -> Features:
-    """Return selected features in final form: leading tokens dropped, padding masked."""
+    """Return the features `found` by `select` as `Features`, without `drop_tokens` leading tokens, with a mask of padding."""
     if layout is FeatureLayout.PACKED:
         return Features(values=found.reshape(-1, found.shape[-1]))
     if layout is FeatureLayout.POOLED:

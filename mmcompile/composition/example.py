@@ -80,7 +80,7 @@ def _media(model: JoinedModel, name: str, count: int, image_size: int) -> dict[s
 
 
 def _text(vocabulary: int, samples: int, text_tokens: int, spans: list[tuple[int | None, int]]) -> dict[str, Tensor]:
-    """Return random texts with two tokens before each span of placeholders, (token id, count); spans without id are left out."""
+    """Return random texts with spans (token id, count) of placeholders, two tokens before each, without spans that have no id."""
     placed = [(token, count) for token, count in spans if token is not None]
     length = text_tokens + sum(count for _, count in placed)
     ids = torch.randint(min(10, vocabulary - 1), vocabulary, (samples, length))

@@ -114,8 +114,8 @@ class JoinedModel(nn.Module):
             attention_mask: [B, S], 0 at padding.
             position_ids: [B, S].
             labels: [B, S], not shifted; -100 carries no loss. Placeholders never do.
-            inputs: inputs of the encoders, by `input_names`, images or sounds of all samples in order; further
-                arguments of the language model.
+            inputs: inputs of the encoders, under the batch names in `input_names`, with the images or sounds of all
+                samples in order; and further arguments of the language model.
 
         Raises:
             BatchError: an input that no part takes, incomplete inputs of an encoder, features that do not fit the
@@ -169,7 +169,7 @@ class JoinedModel(nn.Module):
         return replace(made, values=values)
 
     def num_tokens(self, name: str, inputs: Mapping[str, Any]) -> int:
-        """Return the number of tokens that the features of these inputs take in the text, from shapes and integer values alone.
+        """Return the number of tokens in the text that carry the features of `inputs`; only shapes and integer values are read.
 
         Args:
             name: an encoder.

@@ -62,7 +62,7 @@ class Composed:
 
 
 def read(place: Path, folder: object) -> Composed:
-    """Read the manifest of a folder. Raises CheckpointError if it is missing, damaged, or of another version."""
+    """Read `composed.json` in `place`; errors name `folder`. Raises CheckpointError if missing, damaged or of another version."""
     try:
         raw = msgspec.json.decode((place / MANIFEST).read_bytes())
         version = raw.get("version") if isinstance(raw, dict) else None

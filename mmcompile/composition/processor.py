@@ -67,7 +67,7 @@ class ComposedProcessor:
             input_ids, attention_mask, labels [1, S], and the inputs of the encoders.
 
         Raises:
-            BatchError: other numbers of markers than images; media for no encoder.
+            BatchError: markers differ in number from images or sounds, or `media` names no encoder of the model.
             ConfigError: a chat template that changes earlier messages when one is added.
         """
         media = media or {}
@@ -162,7 +162,7 @@ class ComposedProcessor:
         return text[len(done) :]
 
     def _tokens(self, text: str, counts: Mapping[str, Iterator[int]]) -> Iterator[list[int]]:
-        """Yield the token ids of a text, in pieces; a marker becomes placeholders, as many as its encoder's next in `counts`."""
+        """Yield a text's token ids, in pieces; `counts` gives, by encoder, the number of placeholders for each marker in turn."""
         if not self.model.placeholders:
             yield self._ids(text)
             return

@@ -99,7 +99,7 @@ class _Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, read: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the attention of `hidden` [N, Q, hidden] to `read` [N, T, read], bool `valid` [N, T]: [N, Q, hidden]."""
+        """Attend queries from `hidden` [N, Q, hidden] to keys from `read` [N, T, size] where `valid` [N, T]: [N, Q, hidden]."""
         query, key, value = (self._heads(x) for x in (self.query(hidden), self.key(read), self.value(read)))
         mask = None if valid is None else valid[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -114,4 +114,4 @@ PROJECTORS: Mapping[str, Callable[..., nn.Module]] = {
     "mlp": MLP,
     "qformer": QFormer,
 }
-"""Kind of a projector -> function of `features`, `hidden` and further sizes that makes it."""
+"""Kind of a projector -> function that makes it from the sizes that `make_projector` describes, `features` and `hidden` first."""

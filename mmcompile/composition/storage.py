@@ -2,10 +2,10 @@
 
 composed.json               how the parts are joined (`Composed`)
 <part>/                     each encoder and the language model, as its own `save_pretrained` writes it
-<part>/adapter/             its adapters, where it is a peft model; <part>/ is then the model under them
+<part>/adapter/             the adapters of a part that is a peft model; <part>/ is then the model inside the peft wrapper
 joints.safetensors          weights of projectors, and of modules among the callbacks
 
-Functions and modules of the user are not stored: their import path is, and the caller of `load` gives them again.
+Functions and modules of the user are not stored. Their import paths are, and the caller of `load` gives them again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def save(model: JoinedModel, folder: str | os.PathLike[str], state_dict: Mapping
 
     Args:
         folder: target folder; a composed model in it is replaced, and unrelated files are kept.
-        state_dict: weights by name in `model`, in place of its own.
+        state_dict: parameter name in `model` -> weights to write; None writes the weights of `model`.
 
     Raises:
         ConfigError: a part that cannot be loaded again: no model of transformers, adapters that are not a peft model's,

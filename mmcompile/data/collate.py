@@ -59,10 +59,10 @@ def collate(
 
 
 def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> list[dict[str, Value]]:
-    """Return samples with media padded to the largest of all, so that it does not matter which of them are joined.
+    """Return samples with media padded to the largest of all samples, so that a sample has the same sizes in any microbatch.
 
-    A model that pads media to the largest of a batch (images of a conversation, tiles of an image) then makes as many
-    rows of a sample in any microbatch. Dims that are as long as the text in every sample stay as they are.
+    A model that pads media to the largest of a batch (images of a conversation, tiles of an image) then makes the same
+    number of rows for a sample in any microbatch. Dims that are as long as the text in every sample stay as they are.
 
     Args:
         pad: padding value by key, as for `collate`.

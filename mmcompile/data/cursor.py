@@ -55,7 +55,7 @@ def encode(cursor: MapCursor | StreamCursor) -> str:
 
 
 def decode(text: str, kind: type[CursorT], wanted: Literal["map", "iterable"]) -> CursorT:
-    """Return the cursor of a JSON text: the inverse of `encode`.
+    """Return the cursor, of class `kind`, that `encode` wrote as `text` for a dataset of kind `wanted`.
 
     Raises:
         DataError: the text is no cursor, or a cursor of another kind or version.

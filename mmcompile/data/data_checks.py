@@ -36,7 +36,7 @@ def asked(what: str, function: Callable[[], T]) -> T:
 
 
 def check_sample(sample: object, where: str) -> Sample:
-    """Return a sample as a mapping of inputs by name. Raises DataError if it is no mapping."""
+    """Return a sample as a mapping of inputs by name. Raises DataError, with `where` it is from, if it is no mapping."""
     if not isinstance(sample, Mapping):
         raise DataError(
             f"{where} is a {type(sample).__name__}; wanted a mapping from input names to tensors, as a processor returns it"
@@ -51,7 +51,7 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def check_size(dataset: object, num_samples: int, batch_size: int, epoch: int) -> None:
-    """Raise DataError if an epoch has fewer samples than a step."""
+    """Raise DataError if epoch `epoch` has fewer samples (`num_samples`) than a step (`batch_size`)."""
     if num_samples >= batch_size:
         return
     advice = "give a larger dataset or a smaller batch"

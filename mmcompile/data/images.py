@@ -86,7 +86,7 @@ class PatchRule:
         return self.patch * self.merge
 
     def images(self, width: int, height: int) -> tuple[int, ...]:
-        """Return the number of patches of each image that the encoder gets for one image: the image, and its crops."""
+        """Return the number of patches per encoder input made from an image of this size in pixels: the image, then each crop."""
         count = 1
         if self.pinpoints and self.side is not None:
             best_height, best_width = max(self.pinpoints, key=lambda point: _fit(point, width, height))
@@ -116,7 +116,7 @@ class PatchRule:
 
 
 def _fit(point: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Return (pixels that an image keeps when scaled into a frame (height, width), minus the frame's empty pixels)."""
+    """Rate the frame `point` (height, width) for an image: (pixels that the scaled image keeps, -(empty pixels of the frame))."""
     scale = min(point[1] / width, point[0] / height)
     kept = min(int(width * scale) * int(height * scale), width * height)
     return kept, kept - point[0] * point[1]

@@ -43,8 +43,8 @@ class IterableBatches:
     """Batches of a dataset that is read in its own order.
 
     Where the dataset has `state_dict` and `load_state_dict`, cursors hold its state, and resuming costs no reading.
-    Otherwise the first `read` after `seek` skips the samples already taken in the epoch, by reading them. So does a
-    shuffle buffer of Hugging Face datasets: their state leaves out the buffered samples, which would be lost.
+    Otherwise the first `read` after `seek` reads the samples already taken in the epoch, and drops them. The same is done for
+    Hugging Face datasets with a shuffle buffer: their state lacks the samples in the buffer, which would be lost.
 
     `set_epoch`, if the dataset has it, is called for each epoch; the order of a shuffling dataset must follow from the epoch
     alone.

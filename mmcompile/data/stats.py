@@ -208,7 +208,7 @@ def _short(figure: float) -> str:
 
 
 def _push(heap: list[tuple[int, int, SampleShape]], entry: tuple[int, int, SampleShape]) -> None:
-    """Add (weight, -index, sample) to a heap of the `NUM_WORST` heaviest samples, the earlier of equals; weight 0 is left out."""
+    """Add (weight, -index, sample) to a heap, unless weight is 0, and keep its `NUM_WORST` heaviest; of equals the earlier."""
     if entry[0] == 0:
         return
     if len(heap) < NUM_WORST:

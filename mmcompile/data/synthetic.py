@@ -27,7 +27,7 @@ class LogNormal:
     step: int = 1
 
     def draw(self, normal: np.ndarray) -> np.ndarray:
-        """Return lengths for standard normal numbers, in the same shape."""
+        """Return a length for each number in `normal`, a draw from the standard normal distribution; int64 in the same shape."""
         values = self.mean * np.exp(self.spread * normal - self.spread**2 / 2)
         return (np.clip(np.rint(values / self.step) * self.step, self.least, self.most)).astype(np.int64)
 
@@ -41,7 +41,7 @@ class SampleKind:
 
     name: str
     weight: float = 1.0
-    """Weight of this kind among the dataset's kinds, in any unit."""
+    """Relative frequency of this kind; a sample has it with probability weight / (sum of all kinds' weights)."""
     text: LogNormal
     images: tuple[int, int] = (0, 0)
     """Smallest and largest number of images of a sample; all numbers between are equally likely."""

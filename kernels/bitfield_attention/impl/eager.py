@@ -132,7 +132,7 @@ def backward(
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, mask: MaskWords, chunk: Chunk, part: KeyRange, space: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores [b Hkv, G Tq, keys] of a chunk and a key range, in `space`; -inf where a query does not see a key."""
+    """Return a chunk's scores [b Hkv, G Tq, keys], b batch rows and G = H / Hkv, in `space`; -inf for keys that are not seen."""
     scores = _product(query, keys, space)
     for hidden in part.partial:
         seen = mask.tile(chunk.rows, chunk.queries, hidden)
@@ -176,7 +176,7 @@ def _heads(chunk: Chunk, num_heads: int) -> slice:
 
 
 def _take(x: torch.Tensor, chunk: Chunk, num_groups: int) -> torch.Tensor:
-    """Copy a chunk's Tq queries of b batch rows out of [B, H, T, D], into [b groups, H / groups * Tq, D]."""
+    """Copy a chunk's Tq queries of b batch rows out of `x` [B, H, T, D], into [b G, H / G * Tq, D] with G = `num_groups`."""
     part = x[chunk.rows][:, :, chunk.queries]
     rows, heads, tokens, dim = part.shape
     return part.clone(memory_format=torch.contiguous_format).view(rows * num_groups, heads // num_groups * tokens, dim)

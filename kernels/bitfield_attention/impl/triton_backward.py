@@ -40,7 +40,7 @@ def prepare(
     q_len, padded_len, sequences, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta, and the log-sum-exp L in base 2, of BLOCK_M rows of one head; padding rows get +inf.
+    """Compute `delta`, and the log-sum-exp L in base 2 as `shift`, of BLOCK_M queries of one head; `shift` of padding is +inf.
 
     Grid: blocks x sequences (batch x heads), in one dimension.
     """
@@ -73,7 +73,7 @@ def _visit_keys(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K, the gradient of a block of queries, over the key tiles `begin` to `end` of a list, all of one class."""
+    """Add dS K over tiles `begin` to `end` of the list `other` of key tiles, all of class KIND, to a query block's gradient."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)
@@ -121,7 +121,7 @@ def query_gradients(
 ):  # fmt: skip
     """Compute dQ, contiguous, of BLOCK_M queries of one head.
 
-    A work item with a slot computes a partial sum of dQ, in float32, into this slot.
+    A work item whose slot is not -1 writes its sum, in float32, to this slot of `partial_dq`; `add_parts` adds the slots.
 
     Grid: items x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """
@@ -175,7 +175,7 @@ def _visit_queries(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P^T dO, gradients of keys and values, over tiles `begin` to `end` of a list; scores are [keys, queries]."""
+    """Add dS^T Q to `dk` and P^T dO to `dv` over tiles `begin` to `end` of the list `other` of query tiles, all of class KIND."""
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M
     if KIND == ROW:
         key_bits, key_document, key_scope, key_position = key_facts(kv_words, kv_positions, tl.min(key_rows, 0), kv_len)
@@ -238,7 +238,7 @@ def key_gradients(
 ):  # fmt: skip
     """Compute dK and dV, contiguous, of BLOCK_N keys of one key head.
 
-    A work item with a slot computes partial sums of both, in float32, into this slot.
+    A work item whose slot is not -1 writes its sums, in float32, to this slot of `partial_dk` and `partial_dv`.
 
     `heads` is the number of key heads. Grid: items x (BLOCK_KV / BLOCK_N) x heads, in one dimension, heads fastest.
     """

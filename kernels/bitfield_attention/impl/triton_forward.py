@@ -12,8 +12,8 @@ bits wide. Row facts and key facts are prepared so that a tile needs few compari
     query  bits    modality bits, 0 unless C         document  DOC             scope  DOC and INST
     key    bits    modality bits                     document  DOC, -1 for 0   scope  DOC and INST, -1 if either is 0
 
-Exponentials are base 2, of scores times scale log2(e). A query that has seen no key has a running maximum of -inf,
-which is never subtracted: 0 is subtracted instead, and +inf for queries that see no key of a ROW tile, so that their
+Exponentials are base 2, of scores times scale log2(e). The running maximum is subtracted from scores, with two exceptions:
+0 for a query that has seen no key, whose maximum is -inf; and +inf for a query that sees no key of a ROW tile, so that its
 weights are 0. Values of padding are zeroed, so that infinities in them reach no sum.
 """
 
@@ -40,7 +40,7 @@ SIZES = ["q_len", "padded_len", "sequences", "kv_len", "q_blocks", "kv_blocks", 
 
 @triton.jit
 def query_facts(words, positions, rows, length):
-    """Load (modality bits, document, scope, position), an integer of each per query; rows from `length` on are padding."""
+    """Load per query (modality bits, document, document + island in one integer, position); rows from `length` on are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -50,7 +50,7 @@ def query_facts(words, positions, rows, length):
 
 @triton.jit
 def key_facts(words, positions, rows, length):
-    """Load (modality bits, document, scope, position), an integer of each per key; rows from `length` on are padding."""
+    """Load per key (modality bits, document, document + island in one integer, position); rows from `length` on are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -127,7 +127,7 @@ def attend(
 ):  # fmt: skip
     """Compute output O and log-sum-exp L of BLOCK_M queries of one head.
 
-    A work item with a slot computes a partial result, in float32, into this slot.
+    A work item whose slot is not -1 writes its result, in float32, to this slot of `partial_out` and `partial_lse`.
 
     Grid: items x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """

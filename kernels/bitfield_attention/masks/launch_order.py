@@ -76,8 +76,8 @@ def _split_costs(tiles: np.ndarray, cap: int) -> np.ndarray:
 def _makespan(costs: np.ndarray, programs: int, heads: int) -> float:
     """Return the finish time, in tiles, of items that cost `costs` tiles and start longest first, each once per head.
 
-    Items are given to programs in rounds: one item to each program, the longest to the least loaded one. Items below 1
-    % of the ideal time fill the programs evenly.
+    Items are given to programs in rounds: one item to each program, the longest to the least loaded one. Items
+    shorter than 1 % of the ideal time fill the programs evenly.
     """
     costs = np.repeat(np.sort(costs)[::-1], heads)
     total = costs.sum()

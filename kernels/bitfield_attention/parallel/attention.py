@@ -56,7 +56,7 @@ def context_parallel_attention(
         q: [B, H, T, D] of this rank's T tokens.
         k: [B, Hkv, T, D], H a multiple of Hkv.
         v: [B, Hkv, T, Dv].
-        words, positions: [B, T] int64 words and integer positions of this rank's tokens; word 0 for free rows.
+        words, positions: [B, T] int64 words and integer positions of this rank's tokens; word 0 for rows without a token.
         kv_words, kv_positions: [B, P * T], words and positions of the tokens of all P ranks in order (`gather_words`).
         scale: factor on the scores.
         window: causal reach in tokens, or None.
@@ -111,8 +111,8 @@ def context_parallel_attention_backward(
     Args:
         dout, dlse: gradients of the outputs of the forward op; `dlse` None is zero.
         out, lse: outputs of the forward op.
-        need_keys: whether keys or values need a gradient, the same on all ranks. If not, no sum is exchanged, and dK
-            and dV are empty.
+        need_keys: whether keys or values need a gradient, the same on all ranks. If not, ranks exchange no
+            gradients, and dK and dV are empty.
     """
     call = words, positions, kv_words, kv_positions, scale, window, "auto"
     if num_ranks == 1:

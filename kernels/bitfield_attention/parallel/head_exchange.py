@@ -15,7 +15,7 @@ import torch
 from mmcompile.kernels.process_groups import Channel, Transfer
 
 _SUM_BUFFERS = 3
-"""Number of send buffers for sums: one being written, one in flight, and one that may be late."""
+"""Number of send buffers for sums: one being written, and two whose messages may still be in flight."""
 
 
 def gathered_heads(

@@ -9,8 +9,8 @@ adding up their gradients:
     g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth    r(s): the same with 4 bytes
     c(s) = seconds per tile * least over caps of (tiles / programs + longest item)    cap: most tiles in a work item
 
-With many heads, a query must see P F / (G BW) keys on average to hide 16-bit forward: F FLOP/s, BW bytes/s,
-G query heads per key head.
+With many heads, attention hides the gathers of a 16-bit forward if a query sees at least P F / (G BW) keys on average:
+F FLOP/s, BW bytes/s, G query heads per key head.
 
 Source: `launch_order` for the cost of items; backward has 5 products where forward has 2.
 """

@@ -20,7 +20,7 @@ def shard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -
 
     Args:
         x: tensor of any dtype with tokens along `dim`.
-        index: [local tokens] int64; -1 is a free row. No token occurs twice.
+        index: [local tokens] int64, the token of each row; -1 for a free row, which holds none. No token occurs twice.
         fill: value of free rows: 0 for words and activations, -100 for labels.
 
     Returns:
@@ -75,5 +75,5 @@ unshard_tokens.register_autograd(_unshard_backward, setup_context=_save)
 
 
 def _free(index: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-    """Return a bool tensor, True for free rows, that broadcasts against a tensor with tokens along `dim`."""
+    """Return bool, True where `index` is -1 (a row without a token): rows along `dim`, size 1 along the other `ndim` - 1 dims."""
     return (index < 0).view([-1 if d == dim % ndim else 1 for d in range(ndim)])

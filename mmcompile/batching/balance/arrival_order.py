@@ -53,7 +53,7 @@ class DistTrain(Balancer):
     """Balancer of DistTrain: replicas by LPT on total work, microbatches in arrival order, then reordered to hide encoder time.
 
     The smallest microbatch is first, so that the language model starts early; the next smallest are kept for the end, where the
-    pipeline drains; in between, the one is next whose encoder time is closest to the language-model time it can hide behind.
+    pipeline drains. In between, each microbatch has the encoder time closest to the language-model time of the one before.
 
     Source: after DistTrain (SIGCOMM 2025), as Entrain's baseline (thesis §4.7). Its samples stay in their microbatches.
     """
@@ -80,9 +80,9 @@ class DistTrain(Balancer):
 
 
 def hiding_order(encoder_s: np.ndarray, language_s: np.ndarray, num_last: int) -> np.ndarray:
-    """Order microbatches so that an encoder takes about as long as the language model of the one before: int64 [microbatches].
+    """Return a run order in which the encoder takes about as long as the language model for the microbatch before.
 
-    The shortest is first; the `num_last` next shortest are last. Seconds are float64 [microbatches].
+    The shortest is first; the `num_last` next shortest are last. Order int64 [microbatches], seconds float64 [microbatches].
     """
     by_size = np.argsort(encoder_s + language_s, kind="stable").tolist()
     order, last, left = by_size[:1], by_size[1 : 1 + num_last], by_size[1 + num_last :]

@@ -7,7 +7,7 @@ import numpy as np
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 
 _UNIT_DIVISORS = 8
-"""Largest integer n such that costs are tested for being multiples of 1/n of the smallest cost."""
+"""Largest n for which it is tested whether all weights are multiples of (smallest weight above 0) / n."""
 
 
 def lower_bound(weights: np.ndarray, num_bins: int) -> float:

@@ -7,7 +7,7 @@ buckets by predicted cost; for each, the ratio measured / predicted is learned f
 
 where share_mb is bucket b's part of microbatch m's predicted cost: least squares over all past microbatches with exponential
 forgetting, no ratio negative. The more measurements scatter, the more of them it takes to move a bucket away from its component's
-common ratio; single microbatches far from what is expected count as less far.
+common ratio; large deviations of single microbatches are clipped.
 
 Learning is switched off when it saves less than it costs. So that noise does not count as savings, microbatches teach two further
 learners in turn; a step planned by the ratios of one is timed by the other, whose errors differ.
@@ -262,7 +262,7 @@ class _Learned:
         self._keys, self._gram, self._moment, self._factors = together, gram, moment, factors
 
     def _solve(self) -> np.ndarray:
-        """Minimize, over f >= 0, |shares f - ratios / scale|^2 + prior |f - 1|^2, from the normal equations.
+        """Return the bucket factors f >= 0 that minimize |shares f - ratios / scale|^2 + prior |f - 1|^2 (normal equations).
 
         With prior = (noise / spread)^2 this is the most likely f if noise and factors are normally distributed.
         """

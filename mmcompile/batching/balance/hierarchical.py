@@ -66,7 +66,7 @@ class Hierarchical(Balancer):
         return assignment_of(costs, grid, replicas, [*[early] * last, late])
 
     def _replica(self, encoder: np.ndarray, language: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return encoder and language-model microbatch (below `most`, in run order) of a replica's samples, int64 [samples]."""
+        """Return (encoder, language-model) microbatch of a replica's samples, int64 [samples], below `most`, in run order."""
         count = effective_microbatches(encoder, most)
         early = stratified(encoder, language, count)
         if self.defer is Defer.NONE:
@@ -87,7 +87,7 @@ def replicas_of(encoder: np.ndarray, language: np.ndarray, num_replicas: int) ->
 
 
 def effective_microbatches(encoder: np.ndarray, most: int) -> int:
-    """Return K_eff (§4.5.1) = min(K, floor(sum w / max w)), w the encoder work [samples] and K = `most`; K if all w are 0."""
+    """Return the number of microbatches to fill, K_eff (§4.5.1): min(most, floor(sum / max of encoder work)); `most` if all 0."""
     heaviest = float(encoder.max(initial=0.0))
     return most if heaviest == 0 else min(most, int(float(encoder.sum()) / heaviest * (1 + 1e-12)))
 

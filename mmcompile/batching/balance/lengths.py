@@ -23,10 +23,10 @@ from mmcompile.errors import ConfigError
 def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
     """Minimize the padded tokens of the largest bin, exactly; return the bin of each sample, int64 [samples].
 
-    Source: OrchMLLM Algorithm 2. By ascending length, a batch takes sequences while its padded length is within a bound: the
-    smallest bound that needs no more batches than there are bins. Runs of sorted sequences hold an optimum, and the longest run
-    from the left is never worse. Algorithm 2 as printed adds a sequence only when it opens a batch, and starts the search at the
-    shortest sequence.
+    Source: OrchMLLM Algorithm 2. In an optimum, batches are runs of the sequences sorted by length. Each run, from the
+    shortest sequence on, is as long as a bound on its padded tokens allows. Bisection finds the smallest bound that needs at most
+    `num_bins` batches. Algorithm 2 as printed adds a sequence only when it opens a batch, and starts the search at the shortest
+    sequence.
 
     Args:
         lengths: int [samples] in tokens, at least 1.
@@ -49,11 +49,9 @@ def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _least_batches(ascending: list[int], bound: int, most: int) -> list[int] | None:
-    """Return the ends of the longest runs whose padded length is within `bound` tokens.
+    """Cut `ascending` lengths into longest runs of at most `bound` padded tokens; return their ends, None if more than `most`.
 
-    None if there would be more than `most` runs.
-
-    A later run starts with a longer sequence and so never holds more sequences: run sizes only fall.
+    A later run has longer sequences, and so never more of them: the search for its size starts at the size before.
     """
     count = len(ascending)
     size = bisect_right(range(1, count + 1), bound, key=lambda size: size * ascending[size - 1])
@@ -74,8 +72,8 @@ def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None
     """Balance sums of lengths, and sums of squares among similar sums; return the bin of each sample, int64 [samples].
 
     Source: OrchMLLM Algorithm 4. As printed, two sums are similar if they differ by less than the tolerance; this is not
-    transitive, so its result depends on the heap. This function calls sums similar if they fall into the same interval of that
-    width.
+    transitive, so the result depends on the order in the heap. This function calls sums similar if they fall into the same
+    interval of that width.
 
     Args:
         lengths: [samples] in tokens.
@@ -101,9 +99,8 @@ def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None
 def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
     """Fill batches of similar lengths up to a bound, the rest by LPT; return the bin of each sample, int64 [samples].
 
-    Source: OrchMLLM Algorithm 5. The bound is the largest sum of lengths in a bin that Algorithm 1 gives. As printed, a batch is
-    measured by
-    the sequence added last, which is its shortest; this function uses the padded length, that of the first and longest.
+    Source: OrchMLLM Algorithm 5. The bound is the largest sum of lengths in a bin that Algorithm 1 gives. As printed, the padded
+    length of a batch is computed from its last and shortest sequence; here it is computed from the first and longest.
 
     Args:
         lengths: int [samples] in tokens, at least 1.

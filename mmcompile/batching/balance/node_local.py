@@ -98,7 +98,7 @@ def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) ->
 
 
 def _fitting(weights: np.ndarray, members: np.ndarray, excess: float) -> np.ndarray:
-    """Return the samples of `members`, heaviest first, that each weigh no more than what those before leave of `excess`."""
+    """Return samples of `members` that weigh at most `excess` in all: from the heaviest on, each is taken if it still fits."""
     members = members[(weights[members] > 0) & (weights[members] <= excess)]
     members = members[np.argsort(-weights[members], kind="stable")]
     ascending = -weights[members]

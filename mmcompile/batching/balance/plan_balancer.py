@@ -14,7 +14,7 @@ from mmcompile.planner.plan.plan import Plan
 def plan_balancer(plan: Plan, name: str) -> Balancer:
     """Return the balancer `name` for the steps of a plan.
 
-    `auto` simulates the plan's stages; every balancer uses the slowest stages.
+    Samples are balanced by their cost in the slowest stage of each component. `auto` times its results by simulating all stages.
 
     Args:
         name: balancer name in `mmcompile.batching.balance.registry`.

@@ -35,7 +35,7 @@ class PostBalance(Balancer):
     """Balancer of OrchMLLM's global orchestrator: each encoder by itself, the language model on whole interleaved sequences.
 
     With more than one microbatch, samples are first balanced over all (replica, microbatch) pairs of the language model; then
-    each encoder shares the samples of a microbatch among its replicas. No sample is computed later than its encoders.
+    each encoder shares the samples of a microbatch among its replicas. All components compute a sample in the same microbatch.
 
     Source: OrchMLLM §5.1, §6, Appendix A.
     """
@@ -45,7 +45,7 @@ class PostBalance(Balancer):
     algorithms: tuple[Algorithm, ...] = (Algorithm.SECONDS,)
     """Algorithms, one for each component, or a single one for all."""
     tolerance: float | None = None
-    """Interval width, in tokens, within which the quadratic algorithm calls sums similar; None for the mean length."""
+    """Tokens per interval of the quadratic algorithm: sums of lengths in one interval count as similar; None: the mean length."""
 
     @property
     def title(self) -> str:

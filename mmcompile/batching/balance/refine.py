@@ -89,13 +89,13 @@ class Buckets:
         return height
 
     def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (heavy buckets, partner of each in `others`), so that means of both loads are low; `failed` penalizes pairs."""
+        """Return (heavy buckets, a partner of each in `others`), with low mean loads of pairs; `failed` is a penalty by pair."""
         halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
         rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
         return heavy[rows], others[columns]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
-        """Exchange a sample of each heavy bucket with one of its light partner; return bool [pairs]: False where none helps."""
+        """Exchange one sample in each pair of buckets if that lowers the pair's height; return where it did, bool [pairs]."""
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(

@@ -14,7 +14,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 _RESOLUTION = 4096
-"""Number of equal units that a microbatch's work is divided into, to round its samples; whole numbers below it are exact."""
+"""Number of equal units that a microbatch's total work is divided into; work in fractions is rounded to these units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def pairwise_deferral(microbatches: Sequence[np.ndarray], *, everywhere: bool = 
 
 
 def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, threshold: float) -> np.ndarray:
-    """Return the column matched to each row, int64 [rows], with the least sum of squared times that are within the threshold.
+    """Match rows to columns with the least sum of squared times, none above `threshold`; return each row's column, int64 [rows].
 
     Args:
         over, under: work of the overloaded microbatches (rows) and of the underloaded ones (columns).
@@ -94,7 +94,7 @@ def subsets_nearest(work: np.ndarray, targets: np.ndarray) -> list[tuple[int, ..
     """Return, for each target, the sample positions whose total work is nearest to it.
 
     Whole numbers of at most 4,096 in all are added exactly, other work is rounded to 4,096ths of its total. The reachable sums
-    are bits of one integer, kept for each sample to recover its subset.
+    are the bits of one integer. This integer is kept after each sample, so that a sum's subset can be recovered.
 
     Args:
         work: float64 [samples], none negative.

@@ -128,7 +128,7 @@ def step_time(shape: StepShape) -> StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Microbatches of one component in all replicas, each as the integer replica * span + number, called its unit."""
+    """Microbatches of one component in all replicas. A microbatch is one integer, its unit: replica * `span` + unit number."""
 
     span: int
     of_sample: np.ndarray

@@ -95,8 +95,8 @@ def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
 def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) -> list[dict[str, Any]]:
     """Return microbatches of about `sizes` language-model tokens: of each size one with 1 sample, then one with 2, 4, 8, ...
 
-    Varying lengths separate the cost of tokens from that of squared lengths, and encoders get different numbers of images. A
-    sample is at least as long as its images and sounds need.
+    So the cost per token can be told apart from the cost per squared length, and encoders get different numbers of images. A
+    sample is at least as long as its images and sounds need. `media` are arguments of `example_batch`, such as `images`.
     """
     first = example_batch(model, batch_size=1, text_tokens=_LEAST_TEXT, **media)
     taken = first["input_ids"].shape[1] - _LEAST_TEXT
@@ -106,7 +106,7 @@ def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) 
 
 
 def _device(cluster: Cluster, runtime: bool) -> torch.device:
-    """Return the device to measure for a cluster. Raises ConfigError if this machine lacks the devices."""
+    """Return the device to measure. Raises ConfigError without CUDA, or with one GPU if `runtime` (messages) is measured."""
     if cluster.is_local:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -154,7 +154,7 @@ def train(
 
 
 def _refuse_elastic(elastic: ElasticConfig, **given: object) -> None:
-    """Raise ConfigError for options that only runs with templates have: fields of `elastic`, and other options in `given`."""
+    """Raise ConfigError if an option for runs with templates is set: a field of `elastic`, or one in `given` (not None)."""
     typed = {flag(own): getattr(elastic, own.name) != own.default for own in fields(elastic)}
     for option, value in (typed | {f"--{name}": value is not None for name, value in given.items()}).items():
         if value:
