@@ -90,7 +90,7 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
 
 
 def _too_big(problem: ExactProblem, cap: Cap) -> str:
-    """Return text about a layer that alone needs more than a cap, even with the fewest stages behind it; "" if none does."""
+    """Return text on a layer that alone exceeds a cap, even with the fewest stages between it and the loss; "" if none does."""
     least = least_tails(problem)
     for index, chain in enumerate(problem.chains):
         needed = chain.tables.needs(problem.in_flight(least[index])).diagonal(1)
@@ -120,7 +120,7 @@ def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
 
 
 def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
-    """Return the fewest bytes, to a thousandth, that a cap must allow so that the DP finds a split."""
+    """Return the least cap in bytes, to a thousandth, with which the DP finds a split that meets `others`."""
 
     def fits(num_bytes: int) -> bool:
         changed = replace(demand, rule=replace(cap, num_bytes=num_bytes))

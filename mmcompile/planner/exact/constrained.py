@@ -151,7 +151,7 @@ def _anew(
     """Return the result for the first candidate that can meet the constraints once its stage counts are chosen anew.
 
     Raises:
-        PlanError: no candidate allows one; the message has the conflict of the fastest candidate.
+        PlanError: no candidate can meet them; the message has the conflict of the fastest candidate.
     """
     devices = engine.problem.num_devices
     conflicts: list[Conflict] = []

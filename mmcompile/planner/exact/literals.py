@@ -14,7 +14,7 @@ from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.search.partition import Split, Table
 
 Bit = z3.BoolRef | bool
-"""Z3 literal, or True or False, which are removed when a clause is added."""
+"""Z3 literal, or a Python bool, which simplifies a clause before Z3 gets it."""
 Bad = NDArray[np.bool_]
 """Table [N+1, N+1] over the chain's N layers: entry [i, j] is True where a stage of layers i..j-1 is forbidden."""
 
@@ -26,7 +26,7 @@ def negated(bit: Bit) -> Bit:
 
 @dataclass(frozen=True, slots=True)
 class ChainLiterals:
-    """Literals of a chain: `at_most(k, i)` means that boundary k from the end is at most i. Boundary 0 is the end."""
+    """Literals of a chain. Boundary k is the first layer of the k-th stage from the end; `at_most(k, i)`: it is at most i."""
 
     add: Callable[..., None]
     """Function that adds a clause, a disjunction of literals, to the solver."""

@@ -1,8 +1,8 @@
 """First answer and first bound for the exact splitter: an interval DP per chain under the demands that one chain can check.
 
-Taken alone, with the least distance to the loss that it can have, each chain is split optimally into every number of
-stages (the recurrence of `mmcompile.planner.search.partition`, stages that a demand forbids costing infinity). The least time
-at which the chains' fewest devices fit the budget is a lower bound. With the real distances the same DP gives a split.
+Taken alone, with the least distance to the loss that it can have, each chain is split optimally into every number of stages (the
+recurrence of `mmcompile.planner.search.partition`, stages that a demand forbids costing infinity). A lower bound is the least
+stage time at which the chains, in their fewest stages, fit the devices. With the real distances the same DP gives a split.
 """
 
 from __future__ import annotations

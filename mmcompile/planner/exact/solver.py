@@ -67,7 +67,7 @@ class Exact:
 def solve(
     problem: ExactProblem, *, budget_s: float = BUDGET_S, start: Splits | None = None, seeded: bool = True
 ) -> Exact | Conflict:
-    """Return the split whose slowest stage is as fast as possible; with that time kept, each chain's slowest stage too.
+    """Return the split whose slowest stage is as fast as possible; at that time, each chain's own slowest stage is minimised too.
 
     Args:
         budget_s: seconds, after which the best split and bound known are returned.
@@ -122,7 +122,7 @@ class _Minimisation:
     best: Splits | None = None
     proved: bool = False
     values: list[int] = field(default_factory=list)
-    """Possible times of a slowest stage in ps, ascending; empty where stages share ranks and their sums count."""
+    """Times in ps that a stage can take, ascending; empty where stages share ranks, as then the slowest may be any sum."""
 
     @property
     def best_ps(self) -> int:
@@ -156,7 +156,7 @@ class _Minimisation:
     def _minimise(self, model: Model, chains: set[int], limits: Sequence[int]) -> None:
         """Minimise the slowest stage of the given chains, with no stage slower than its chain's limit in ps.
 
-        The first question is whether any better split exists, as the known one is often optimal. Bisection follows.
+        Z3 is first asked for any better split, as the known one is often optimal. Bisection follows.
         """
         everything = len(chains) == len(limits)
         bound_ps = self.bound_ps if everything else 0
@@ -179,7 +179,7 @@ class _Minimisation:
             self.bound_ps = self._time(self.best, chains)
 
     def _time(self, splits: Splits | None, chains: set[int]) -> int:
-        """Return the ps of the slowest stage of given chains; if these are all chains, stages that share ranks are added."""
+        """Return the ps of the slowest stage of given chains; if these are all, stages that share ranks count with their sum."""
         if splits is None:
             return INFINITE
         if len(chains) == len(self.problem.chains):
@@ -188,7 +188,7 @@ class _Minimisation:
         return max(max(times[chain]) for chain in chains)
 
     def _middle(self, bound_ps: int, best_ps: int) -> int | None:
-        """Return a possible time in ps halfway between the bound and the best time; None if there is none between them."""
+        """Return the next limit in ps to try, halfway from bound to best, one of `values` if any; None if none lies between."""
         if not self.values:
             return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
         low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)

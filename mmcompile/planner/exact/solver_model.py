@@ -1,12 +1,11 @@
 """The splitting problem in Z3: Boolean order literals for boundaries, clauses for everything else.
 
-For each chain, `x[k][i]` means that the k-th boundary from the end is at most i: the k-th stage from the end begins at or
-before layer i. Boundaries fall strictly until they reach 0; from there on stages are empty, so that the number of
-stages is free. What a pair of neighbouring boundaries must not be (too slow, too big, an embedding without its head)
-is a set of clauses of two to four literals, most of them of the form "if this stage ends at j or later it begins at f or
-later", over which unit propagation alone decides a chain without other demands.
+For each chain, `x[k][i]` means that the k-th boundary from the end is at most i: the k-th stage from the end begins at or before
+layer i. Boundaries fall strictly until they reach 0; from there on stages are empty, so that the number of stages is free. Stages
+that are too slow or too big are excluded by clauses of two to four literals over neighbouring boundaries. Most have the form "if
+this stage ends at j or later it begins at f or later". Without other demands, unit propagation alone decides them.
 
-Every demand has a literal of its own that its clauses hang on: assumed, they give the unsatisfiable core.
+Every demand has a literal that its clauses depend on. Solving assumes these literals, so that Z3 can give an unsatisfiable core.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Model:
     def within(self, limits: Sequence[int]) -> Splits | None:
         """Return a split that meets every demand, no stage slower than its chain's limit in ps; None if there is no such split.
 
-        The sum of stages that share ranks is at most the largest limit.
+        Stages that share ranks take at most the largest limit together.
 
         Raises:
             TimeoutError: the deadline passed first.

@@ -4,10 +4,10 @@ Stages of a chain are counted from its end (1 is the last): the distance to the 
 The stage that is k-th from the end, layers i to j-1, takes the picoseconds of `times` and needs
 
     bytes(i, j) = fixed(i..j) + in_flight(tail + k - 1) * saved(i..j) + the most that one layer of it works with
-                  + what a stage that begins with layer i holds beside, fixed and in flight
+                  + earlier layers' values that a stage beginning with layer i holds
 
-where `tail` is the number of stages between the chain's end and the loss. A chain that feeds another has the tail of
-that one plus the stages from the one that holds the entry layer to the end.
+where `tail` is the number of stages between the chain's end and the loss. If a chain feeds layer l of another, its tail is the
+other's tail plus the other's stages from the one with layer l to the last.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
 
 
 def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
-    """Return the bytes of each stage that a cap applies to, and of each group that shares ranks with such a stage, as a sum."""
+    """Return the bytes of each stage that a cap applies to, then the sum for each group on shared ranks with such a stage."""
     used = stage_bytes(problem, splits)
     chosen = [(c, s) for c, stages in enumerate(used) for s in range(len(stages)) if covers(rule, c, s)]
     shared = [group for group in sharing(problem) if any(stage in chosen for stage in group)]

@@ -18,9 +18,9 @@ from mmcompile.planner.pricing.sample_sizes import grid_of, media_lengths, token
 _CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
 _TEXT = ("input_ids", "inputs_embeds")
 _WHOLE = 0.99
-"""Least share of an image's row pairs for attention to count as global; below it, rows attend within windows.
+"""Least share of an image's pairs of rows that attend to each other for attention to count as global, not windowed.
 
-Rows are not quite proportional to patches, so that the share may be a little below 1.
+It is below 1, as rows are not quite proportional to patches.
 """
 
 
@@ -126,10 +126,10 @@ def _inputs(
 def _input(
     graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
 ) -> MediaInput:
-    """Return how the lengths of images or audio clips follow from one input; in the captured batch all have the same size.
+    """Return how lengths of images or audio clips follow from the input `name`; in the captured batch all have the same size.
 
-    The length is a number of patches, else an item's part of the encoder's rows. Where the graph does not read the input itself,
-    the model has packed it: it reads only the steps that a mask input marks.
+    A length is a number of patches if the encoder has a convolution, else an item's part of the encoder's rows. Where the graph
+    does not read the input itself, the model has packed it: only the steps that a mask input marks count.
     """
     masks = (other for other in encoder.sources if other != name and other in inputs and _marks(inputs[other], value))
     mask = next(masks, "") if all(spec.name != name for spec in graph.inputs) else ""
@@ -180,7 +180,7 @@ def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities
 def _placeholders(sequences: Tensor, rows: set[int]) -> int:
     """Return the number of sequence positions held by placeholder ids; 0 if an encoder's rows do not enter the sequence.
 
-    An id is a placeholder if it occurs as often as an encoder sends rows (`rows`); of several, one that also follows itself.
+    An id is a placeholder if it occurs as often as an encoder sends rows (`rows`). Of several such, one must follow itself.
     """
     ids, counts = torch.unique(sequences[sequences >= 0], return_counts=True)
     frequent: dict[int, list[int]] = {}

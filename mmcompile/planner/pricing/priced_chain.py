@@ -43,9 +43,9 @@ class PricedChain:
     working_bytes: NDArray[np.int64]
     """Bytes held only while the layer runs its backward, for the worst microbatch, [layers]."""
     shared_bytes: NDArray[np.int64]
-    """Further bytes kept for the backward by a stage that begins with the layer, for the mean microbatch, [layers]."""
+    """Bytes of earlier layers' values, as masks, kept if a stage begins with the layer, for the mean microbatch, [layers]."""
     worst_shared_bytes: NDArray[np.int64]
-    """Further bytes kept for the backward by a stage that begins with the layer, for the worst microbatch, [layers]."""
+    """Bytes of earlier layers' values, as masks, kept if a stage begins with the layer, for the worst microbatch, [layers]."""
     output_bytes: NDArray[np.int64]
     """Bytes of the layer's output on one rank, for the mean microbatch, [layers]."""
     whole_bytes: NDArray[np.int64]
@@ -81,7 +81,7 @@ class RepeatedLayers:
     seconds: float
     """Seconds of forward and backward of one such layer for a mean microbatch."""
     fixed_bytes: int
-    """Bytes of one layer independent of microbatches in flight, and the excess of the worst microbatch over the mean."""
+    """Bytes of one layer for any number of microbatches in flight: its state, and the worst microbatch's excess over the mean."""
     saved_bytes: int
     """Bytes of activations kept for the backward of a mean microbatch by one layer."""
     working_bytes: int
@@ -135,11 +135,11 @@ def price_chain(
 def _component_prices(
     pricing: Pricing, component: str, share: float, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return seconds and sizes of one layer of each group of equal layers of a component, at a share of each load.
+    """Return seconds and sizes of one layer of each group of equal layers of a component, at `share` times each of `loads`.
 
     Returns:
-        [groups, loads, 3]; and [groups, loads, 10]: whether a backward runs, then bytes: parameters, trainable, saved, saved by
-        the worst microbatch, working, output, output of the replica, shared, shared by the worst microbatch.
+        [groups, loads, 3]: seconds of forward, input and weight gradient. [groups, loads, 10]: whether a backward runs, then
+        bytes of `PricedChain`: parameter, trainable, saved, worst, working, output, whole, shared, worst shared.
     """
     mean = _columns([each[component][0] for each in loads], share)
     heavy = _columns([each[component][1] for each in loads], share)

@@ -142,7 +142,7 @@ class Pricing:
     def bulk(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> tuple[NDArray[np.float64], LayerBytes]:
-        """Return seconds and bytes of one layer of each group at each of n loads, in arrays; equal to `costs` up to rounding.
+        """Return seconds and bytes of one layer of each group at n loads, given as `tokens` and `squares` [n]; `costs` in bulk.
 
         Returns:
             [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
@@ -269,7 +269,7 @@ class Pricing:
         return load.tokens / captured if captured else 0.0
 
     def _size(self, component: str, tokens: float) -> int:
-        """Return the size class of a load: e, even, such that 2^e is nearest to its ratio to the captured load.
+        """Return the even exponent e whose 2^e is nearest to the load's tokens divided by those of the captured load.
 
         Amounts are affine in the load only near each power of four, as collectives are not affine over all sizes.
         """
@@ -279,7 +279,7 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """Return coefficients (fixed, per token, per square) of amounts, [groups, amounts, 3], for loads of a `_size`."""
+        """Return coefficients (fixed, per token, per square) of amounts, [groups, amounts, 3]; `size` is the loads' `_size`."""
         key = (component, sharding, size)
         if key not in self._affine:
             if component in self.table.growing:
@@ -320,9 +320,9 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """Return measured seconds as coefficients [3, 3] (fixed, token, square) x (forward, input gradient, weight gradient).
+        """Return measured seconds as coefficients [3, 3]: (forward, input and weight gradient) x (fixed, per token, per square).
 
-        With them comes the sharding in which they were measured: that tp, else 1. None if the group's kind was not measured.
+        The second result is the sharding of the measurement: degree `tp` if measured, else 1. None if the kind was not measured.
         """
         if component not in self.table.growing or self.calibration is None:
             return None

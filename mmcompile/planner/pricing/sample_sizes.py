@@ -194,7 +194,7 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
     """Return the patches of every image, or the frames of every audio clip, in a batch or sample.
 
     Args:
-        inputs: float inputs that hold them; ignored where a grid input gives their sizes.
+        inputs: float inputs that hold them; ignored where a grid input (`grid_of`) gives their sizes.
     """
     sizes: list[float] = []
     for name, value in batch.items():
@@ -224,7 +224,7 @@ def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[f
 
 @cache
 def grid_of(name: str) -> tuple[Media, ...]:
-    """Return the modalities whose sizes a grid input holds, by the input's name; () for any other input."""
+    """Return the modalities whose sizes an input such as `image_grid_thw` holds, by its name; () for an input that is no grid."""
     if not name.endswith(_GRIDS):
         return ()
     return tuple(modality for modality, words in MEDIA_WORDS.items() if any(word in name for word in words))

@@ -1,7 +1,7 @@
 """Costs of context parallelism: several ranks share the tokens of the language model.
 
-Each rank does its part of the layers after the first by `costmodel.sharding.context_parallel`, with the heads exchanged in groups
-of `head_stride`; embedding and merge stay whole.
+Each rank does its part of the layers after the first (`costmodel.sharding.context_parallel`), and gathers `head_stride` key/value
+heads at a time. The first layer, which embeds and merges, is done whole by every rank.
 """
 
 from __future__ import annotations

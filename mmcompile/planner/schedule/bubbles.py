@@ -6,12 +6,11 @@ The step is simulated as it is, and then again
     2. and with equal microbatches: each runs in every stage in which any runs, for its mean time,
     3. and with equal stages: every rank has the mean work of all ranks.
 
-What is idle after 3 is the warm-up (filling and draining: (S - 1) / (M + S - 1) in a chain of S stages); what a step takes
-away is the share of the cause that it removes: links, microbatches, stages. Work only moves, the sum over all ranks stays.
+What is idle after 3 is the warm-up: filling and draining, (S - 1) / (M + S - 1) of the time for S stages and M microbatches. What
+each change takes away is the share of its cause: links, microbatches, stages. The work of all ranks together stays the same.
 
-Rule: idle time never grows on the way. Where a step would add to it (a chain that is itself the slowest is *less* idle than
-it would be among equals) that step gets nothing, and what remains for the next is what there was before. So no share is
-negative, and the shares of a chain add up to its bubble.
+Where a change would add idle time (the slowest chain is *less* idle than it would be among equals), its cause has no share, and
+the next change is compared with the idle time before it. So no share is negative, and the shares of a chain add up to its bubble.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class MessageOrder:
 def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> MessageOrder:
     """Return an order in which both sides of each pair of stages have their messages in the order of the sends.
 
-    A message whose receiver is late would be overtaken by those sent after it to earlier receivers. It is received before the
-    first of them. That takes no longer, for messages of a pair of stages follow one another; nor can it deadlock, for it was sent
-    before theirs, and theirs before they are needed.
+    A message that is needed late would be overtaken by those that its stage sends after it but that are needed earlier. It is
+    received before the first of them. That costs no time, as messages of a pair of stages follow one another. It cannot deadlock,
+    as the message was sent before them, and they before they are needed.
 
     Args:
         pairs: (sender, receiver) of each message.

@@ -1,8 +1,8 @@
 """`Schedule`: for each rank an ordered list of actions; `build_schedule` makes it for any DAG of stages.
 
-The order of computations is `mmcompile.planner.schedule.order`'s. Sends never block and stand right after what made the value;
-receives block and stand right before what needs it, or before what needs a message sent later. So both sides of two stages have
-their messages in the same order. Edges inside a rank have no SEND or RECV: the value is handed over.
+The order of computations is `mmcompile.planner.schedule.order`'s. An edge inside a rank has no SEND or RECV. Sends never block
+and stand right after the computation that made the value. Receives block and stand right before the computation that needs the
+value, or before an earlier one that needs a message sent later. So two stages have their messages in the same order.
 """
 
 from __future__ import annotations
@@ -241,10 +241,9 @@ def schedule_units(
 ) -> Schedule:
     """Return the schedule of a step in which samples may change microbatch between stages.
 
-    `build_schedule` is the case without `edges`. The schedule cannot deadlock, and sends and receives of two stages are in the
-    same order on both sides, for any slots. As long as no edge leads more than one slot on, each receive stands right before its
-    own computation. A message for a later slot than that would be overtaken by messages sent after it: it is received with the
-    first of those.
+    `build_schedule` is the case without `edges`. The schedule cannot deadlock, and both sides of a pair of stages have their
+    messages in the same order. A receive stands right before the computation that needs it, unless its edge leads more than one
+    slot on. Then messages sent later may be needed earlier, and it stands before the first receive of these.
 
     Args:
         stages: all stages of the plan, those of every replica, each on one rank.

@@ -17,15 +17,16 @@ from mmcompile.planner.search.options import Array, Index
 def lower_bound_s(candidate: Candidate) -> float:
     """Return a lower bound of the seconds of a candidate's step, if every microbatch is the mean one.
 
-    Let F, B be a stage's own times, w its warm-up, M the number of microbatches, `before` the forward path into it,
-    `after` the backward path from it upstream, and `round` the path to the loss and back. Under 1F1B the step takes
+    Let a stage run M microbatches, each F seconds forward and B backward, with w warm-up forwards. For one microbatch, let
+    `before` be the seconds of forwards upstream, `after` of backwards upstream, and `round` from the stage to the loss and back.
+    Under 1F1B the step takes
 
         before + M (F + B) + after + max(0, round - w F) + max(0, round - w B)
 
-    at least: from the stage's first forward to its first backward it has only w more forwards to do, and from its
-    last forward to its last backward only w backwards (both gaps count if M > w + 1, else the larger). Equality for a
-    chain of equal stages. Eager 1F1B has twice the warm-up; under GPipe the whole `round` lies between a stage's last forward and
-    its first backward; under ZB-H1 the way back is of input gradients.
+    at least: the stage has only w more forwards to do before its first backward, and only w backwards between its last forward
+    and its last backward. Both gaps count if M > w + 1, else the larger. The bound is exact for a chain of equal stages. Eager
+    1F1B has twice the warm-up. Under GPipe the whole `round` lies between a stage's last forward and its first backward. Under
+    ZB-H1 the way back is of input gradients only.
     """
     schedule, microbatches = candidate.setting.schedule, candidate.setting.num_microbatches
     count = len(candidate.stages)
@@ -58,7 +59,7 @@ def _gap(
 ) -> float:
     """Return the least seconds that a stage idles between its first forward and its last backward.
 
-    `round_s` is one microbatch's way from the stage to the loss and back, `depth` the number of stages on the way to the loss.
+    `round_s` is the seconds of a microbatch from the stage to the loss and back, `depth` the number of stages to the loss.
     """
     if schedule == "gpipe":
         return round_s
@@ -89,7 +90,7 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 class _Union:
     """Simulator of many candidates at once, with arrays over the stages of all candidates, numbered one after the other.
 
-    Its time steps are ticks, the keys of `mmcompile.planner.schedule.order`: in one tick a stage runs at most one forward or
+    It advances in ticks, the sort keys of `mmcompile.planner.schedule.order`: in one tick a stage runs at most one forward or
     backward, and actions of the same tick do not depend on each other.
     """
 
@@ -197,14 +198,14 @@ class _Union:
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
-    """Return durations widened to [draws, stages, most, 3]: missing microbatches take 0 s, and one draw is repeated for all."""
+    """Return seconds padded to [draws, stages, most, 3]: added microbatches take 0 s, and a single draw is repeated."""
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
-    """Return indices of each stage's kept edges, [stages, most], filled up with the number of edges; `ends`: stage by edge."""
+    """Return indices of each stage's `kept` edges, [stages, most], padded with the number of edges; `ends`: each edge's stage."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for edge, end in enumerate(ends.tolist()):
         if kept[edge]:

@@ -1,10 +1,10 @@
-"""`BranchAndBound`: search for the fastest combination. Bounds spare most splits, splits most simulations.
+"""`BranchAndBound`: search for the fastest combination of setting, degrees and stage counts; bounds spare most of the work.
 
-Combinations come in the order of their guess. Each is split exactly, unless its bound is above the fastest so far; then it is
-bounded again with its real stages. What is left is judged by the simulator's makespan, the mean over draws of random samples. If
-all combinations are listed, the loop ends when none of them, split in this way, can be faster by more than the tolerance.
-Otherwise it stops after a number of splits without a faster one, and neighbours of the fastest (a stage more or less in a chain)
-are tried. At last the finalists are tried with the other schedules, and their cuts are moved one by one.
+Combinations come in the order of their guess. One whose bound is above the fastest step so far is left out. Others are split
+exactly, and left out if the bound of their real stages is above it. The rest are simulated: their makespan is the mean over draws
+of random samples. If all combinations are listed, the loop ends when none of them, split in this way, can be faster by more than
+the tolerance. Otherwise it stops after a number of splits without a faster one, and neighbours of the fastest (a stage more or
+less in a chain) are tried. At last the finalists are tried with the other schedules, and their cuts are moved one by one.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class BranchAndBound:
 
     @property
     def lower_bound_s(self) -> float:
-        """Lower bound in s of the step of every combination, on average data; infinite without combinations."""
+        """Lower bound in s of every combination's step, if each microbatch is the mean one; infinite without combinations."""
         bounds = [float(group.bound_s.min()) for group in self.groups]
         return min([*bounds, *self.combos.left_out], default=float("inf"))
 
@@ -235,7 +235,7 @@ class BranchAndBound:
         self.judge([candidate for candidate in batch if candidate is not None])
 
     def _polish(self) -> None:
-        """Move single cuts of the fastest candidates as long as that makes them faster: even stages are not always the best."""
+        """Change single cuts of the fastest candidates while steps get shorter: stages of equal time are not always the best."""
         moving = list(filter(self._own, self.fastest(FINALISTS if self.everything else _POLISHED)))
         spent = 0
         while moving:

@@ -1,7 +1,7 @@
 """`Candidate`: one way to run a model: chains cut, sharded, replicated, placed, and ready to be judged.
 
-Any plan of the vocabulary can be assembled: a chain set has the order of components (all in one line, or copies of a
-component in several places of a line too), `Degrees` how each chain is spread, the ranges where it is cut.
+It is assembled from a chain set (which components form a line of layers, in which order; a line may hold several copies of a
+component), the `Degrees` of each chain, and the layer ranges of its stages.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """`Combinations`: every combination of settings, degrees and stage counts that may be worth splitting, with a bound and a guess.
 
-A combination's step takes at least (`bound`), and about (`guess`, after Entrain's Eq. 4.2), with M microbatches, the path of
-one microbatch through its stages, and the slowest stage:
+With M microbatches, a combination's step takes at least `bound` and about `guess` seconds (after Entrain's Eq. 4.2):
 
     bound = max(M slowest, path of the encoders + r T / (1 - (1 - r / (M - 1 + r))^S))
     guess = path + (M - 1) slowest (1 + a spread sqrt(ln stages)) + tail
 
-`spread` is the standard deviation of the microbatches' tokens over their mean: stages wait for the largest of about as many
-microbatches as there are stages, with a = `_SPREAD_COST` [Empirical, by the simulator]. T is the last chain's time for one
-microbatch in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound: stage k of the last
-chain ends no sooner than r times all before it plus M times itself, and some split makes these equal.
+`slowest` is the slowest stage's time for one microbatch, `path` the time of one microbatch through all stages, `tail` the time
+after the last backward. `spread` is the standard deviation of the microbatches' tokens over their mean: stages wait for the
+largest of about as many microbatches as there are stages, with a = `_SPREAD_COST` [Empirical, by the simulator]. T is the last
+chain's time for one microbatch in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound:
+stage k of the last chain ends no sooner than r times all before it plus M times itself. The largest is least if all are equal.
 
-Where combinations are few, all are listed; else each option of the last chain meets the encoders' options that no other
-beats in ranks, slowest stage and path.
+Where combinations are few, all are listed. Else each option (degrees and stage count) of the last chain is combined only with the
+options of encoders that no other beats in ranks, slowest stage and path.
 
 Source: dissertation of Oobleck / Cornstarch / Entrain, §4.4.3.
 """
@@ -37,7 +37,7 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 MAX_LISTED = 4000
 """Number of combinations up to which every one is listed."""
 _SPREAD_COST = 0.4
-"""Fraction of the excess seconds of the largest microbatch over the mean one for which stages wait, in a guess. [Empirical]"""
+"""Share of the largest microbatch's excess seconds over the mean one that a guess counts as waiting of stages. [Empirical]"""
 _MAX_PAIRS = 64
 """Number of pairs (chain set, setting) up to which every pair is listed."""
 _NEAR = 1.3
@@ -45,7 +45,7 @@ _NEAR = 1.3
 _KEPT = 2
 """Number of encoder options (degrees and stage count) combined with each option of the last chain when not all are listed."""
 _KEPT_EACH = 48
-"""Number of combinations with the best guess kept of each setting when not all are listed."""
+"""Number of combinations, best guess first, kept of each pair (chain set, setting) when not all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Combinations:
         return tuple(_settings(self.problem, _primary(self.problem.space.schedules)))
 
     def max_ranks(self, chains: ChainSet) -> int:
-        """Return the most ranks of a candidate: the devices, or on one machine as many processes as demanded stages need."""
+        """Return the most ranks of a candidate: the number of devices; on one machine also more, if the request needs more."""
         least = self.problem.least_ranks(chains, min(self.problem.space.cp))
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
@@ -199,7 +199,7 @@ class Combinations:
     def _replicas(self, setting: Setting) -> list[int]:
         """Return the numbers of replicas that an encoder may have.
 
-        Each divides a microbatch's samples in all replicas, and is a divisor or multiple of the last chain's number.
+        Each divides the samples of a microbatch summed over replicas, and is a divisor or multiple of the last chain's replicas.
         """
         if self.problem.space.dp == (1,):
             return [1]
@@ -242,7 +242,7 @@ class Combinations:
 
 
 def unevenness(problem: Problem, setting: Setting, stages: Index | int) -> Array:
-    """Return the factor, 1 or more, on a microbatch's seconds as `stages` stages wait for the largest of unequal microbatches."""
+    """Return the factor, 1 or more, on a microbatch's guessed seconds, as `stages` stages wait for the largest microbatch."""
     return np.asarray(1.0 + _SPREAD_COST * problem.prices.spread(setting) * np.sqrt(np.log(stages)))
 
 
@@ -258,11 +258,11 @@ def even_guess_s(problem: Problem, priced: Sequence[PricedChain], setting: Setti
 def _in_turn(
     setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
 ) -> NDArray[np.float64]:
-    """Return a lower bound of a step in s from the last chain alone, for any split of it into `stages` stages.
+    """Return a lower bound of a step in s from the last chain alone, however it is split into `stages` stages.
 
-    In every split some stage ends no sooner: it runs all microbatches, and one of them also passes through all stages before it.
-    `total_s` is the seconds of one microbatch in all stages; `waited`, 0..1, is the least share of it that is not weight
-    gradients, for which alone other stages wait under ZB-H1.
+    A stage ends no sooner than one microbatch has passed all stages before it and the stage has run all microbatches. `total_s`
+    is the seconds of one microbatch in all stages. `waited` is the least share, 0..1, of a layer's time that is not weight
+    gradient: under ZB-H1, other stages wait for that share only.
     """
     share = np.maximum(waited, 1e-3) if setting.schedule == "zb-h1" else np.ones_like(waited)
     each = share / (setting.num_microbatches - 1 + share)
@@ -270,9 +270,9 @@ def _in_turn(
 
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
-    """Return row and column indices of the least guesses; rows are options of the last chain, columns joint ones of encoders.
+    """Return row and column of the least guesses; rows are options of the last chain, columns joint options of the encoders.
 
-    They are finite, at most `_KEPT` in each row and `_KEPT_EACH` in all.
+    All are finite, at most `_KEPT` in each row and `_KEPT_EACH` in all.
     """
     count = min(_KEPT, guess_s.shape[1])
     if not count:

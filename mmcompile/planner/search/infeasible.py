@@ -41,9 +41,9 @@ class Relaxation:
     rising: bool = False
     """True if each request in `ways` fits the memory wherever the one before it does, so that binary search suffices."""
     instead_of: str = ""
-    """Name (`words`) of an earlier relaxation, whose `ways` are the same requests with less given up.
+    """Name (`words`) of an earlier relaxation, whose request i gives up less than request i of this one.
 
-    Of this relaxation, only the requests before the other one's first feasible request are tried.
+    If request i of the earlier one is its first feasible request, only requests before i of this one are tried.
     """
     useless_after: tuple[str, ...] = ()
     """Names (`words`) of relaxations that give up less; if one of them is feasible, this one is not tried."""

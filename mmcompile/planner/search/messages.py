@@ -48,7 +48,7 @@ class StageMessages:
     priced: Sequence[PricedChain]
 
     def num_bytes(self, target: int, sent: Sent) -> int:
-        """Return the forward bytes of one microbatch's message to one replica of the chain with the index `target`."""
+        """Return the bytes of one microbatch's forward message to one replica of the chain with index `target`."""
         replicas = self.degrees[target].dp
         return sum(
             int(self.priced[chain].whole_bytes[layer]) * self.degrees[chain].dp // replicas for chain, layer in sent

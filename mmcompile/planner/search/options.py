@@ -1,11 +1,12 @@
 """Options of a chain for all degrees and stage counts at once: bounds in arrays, before anything is split.
 
-Take `S` stages and the `n` alike layers that most of a chain is made of (its body). The stage count is possible only if the
-memory holds the body, `cap(k)` layers of it at most in the k-th stage from the loss; and the slowest stage takes at least
+Take `S` stages, and the `n` equal layers that take most of a chain's time (its body). The stage count is possible only if the
+memory holds the body, at most `cap(k)` of its layers in the k-th stage from the loss. In seconds a microbatch, the slowest stage
+takes at least
 
     max(total / S, slowest layer, h * body layer),    h = least with sum over k <= S of min(h, cap(k)) >= n
 
-Exact splits (`mmcompile.planner.search.splitter`) are no faster, and fit only where these allow it.
+where h is the number of body layers in the fullest stage. Exact splits (`mmcompile.planner.search.splitter`) are no faster.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Options:
     """Entry i: index into `degrees` of the degrees of option i, [options]."""
     stages: Index
     ranks: Index
-    """Number of ranks of all replicas of the chain, [options]."""
+    """Number of ranks of all stages and replicas of the chain, [options]."""
     slowest_s: Array
     """Lower bound of the slowest stage's seconds over all splits, [options]."""
     path_s: Array
@@ -48,7 +49,7 @@ class Options:
     late_s: Array
     """Part of `path_s` that is weight gradients, [options]."""
     waited: Array
-    """Least share, 0..1, of a stage's time for forward and input gradients, for which other stages wait, [options]."""
+    """Least share, 0..1, of a layer's time that is forward and input gradient, for which other stages wait, [options]."""
     tail_s: Array
     """Rough seconds after the last backward: gradient reduction over replicas and optimizer step, [options]."""
 
@@ -166,7 +167,7 @@ class OptionTables:
 
 @cache
 def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: bool) -> Index:
-    """Return the least number of microbatches in flight in the 1st, 2nd, ... stage from the end of a chain, [most]."""
+    """Return the least microbatches in flight of the 1st, 2nd, ... stage from the end, [most]; `last`: the end is the loss."""
     depths = range(0 if last else 1, most + (0 if last else 1))
     return np.array([in_flight(schedule, depth, num_microbatches) for depth in depths])
 
@@ -197,7 +198,7 @@ def _undominated(ranks: Index, first: Array, second: Array) -> Index:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedEncoders:
-    """Joint options of all encoders: each has one option (degrees and stage count) of every encoder; arrays [combinations]."""
+    """Joint options, each of one option (degrees and stage count) for every encoder, as arrays [combinations]."""
 
     chosen: Index
     """Entry [n, e]: index of encoder e's option in joint option n, [combinations, encoders]."""

@@ -267,7 +267,7 @@ def sample_rates(
 def _values(
     pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return a component's seconds [3] and activation bytes [3]: at a load, at twice its tokens, at twice its squares."""
+    """Return a component's seconds [3] and activation bytes [3]: at load `at`, with twice its tokens, with twice its squares."""
     tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
     seconds, saved = np.zeros(3), np.zeros(3)
     layers = zip(chain.layers, shardings, strict=True)
@@ -281,7 +281,7 @@ def _values(
 
 
 def _polynomial(values: NDArray[np.float64], at: Load) -> Polynomial:
-    """Return the polynomial in tokens and squares through the three values of `_values`; coefficients below 0 become 0."""
+    """Return the polynomial in a load's tokens and squares through three values, as from `_values`; it never falls in either."""
     by_tokens, by_squares = (max(float(value - values[0]), 0.0) for value in values[1:])
     return Polynomial(
         fixed=float(values[0]) - by_tokens - by_squares,

@@ -9,9 +9,9 @@ With layers `i..N-1` still to place, `k` stages left, and a cost for a stage mad
                     + the gradient sent back over the cut at i + the output sent over the cut at j,
                     infinite if the stage needs more memory than a device has.
 
-The recurrence runs from the loss backwards because a stage's memory depends on its distance from the loss: stage
-k-from-last holds `min(tail + k, microbatches)` microbatches of activations under 1F1B. So one table answers every
-stage count. Times are integers (picoseconds) inside: sums are exact, and ties are ties on every machine.
+The recurrence runs from the loss backwards because a stage's memory depends on its distance from the loss. Under 1F1B, the k-th
+stage from the chain's end holds activations of `min(tail + k, microbatches)` microbatches, with `tail` stages between that end
+and the loss. So one table answers every stage count. Whole picoseconds make sums exact, and ties the same on every machine.
 
 Source: dissertation of Oobleck / Cornstarch / Entrain, Eq. 3.5 and 4.1 (there without cuts and memory, prefix first).
 """
@@ -46,9 +46,9 @@ class PartitionLayer:
     saved_bytes: int = 0
     """Bytes of activations kept for the backward of one microbatch."""
     begin_fixed_bytes: int = 0
-    """Fixed bytes added to a stage that begins with this layer."""
+    """Bytes that a stage which begins with this layer adds once, not for each microbatch in flight."""
     begin_saved_bytes: int = 0
-    """Saved bytes added to a stage that begins with this layer: values of earlier layers that later layers read and keep too."""
+    """Bytes for each microbatch in flight that a stage which begins with this layer adds: values of earlier layers, as masks."""
     working_bytes: int = 0
     """Bytes held only while this layer runs; a stage needs the largest value of its layers."""
     send_s: float = 0.0
@@ -113,7 +113,7 @@ class StageTables:
         return tuple(layer.working_bytes for layer in self.layers)
 
     def held(self, in_flight: int) -> Table:
-        """Return entry i: bytes of the first i layers with `in_flight` microbatches in flight, without working bytes, [N+1]."""
+        """Return [N+1], entry i: bytes but for working bytes of the first i layers, with `in_flight` microbatches in flight."""
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:

@@ -115,7 +115,7 @@ class ChainPrices:
         return load if samples == self.graph.num_samples else load * (samples / self.graph.num_samples)
 
     def drawn_loads(self, setting: Setting, degrees: Degrees, *, last: bool) -> Mapping[str, NDArray[np.float64]]:
-        """Return component -> tokens and squares of a replica of a chain in random steps, [draws, microbatches, 2].
+        """Return component -> [draws, microbatches, 2]: tokens and sums of squared lengths on a chain's replica in random steps.
 
         Samples are taken as they come. A step lasts as long as its slowest replica, so the chain that ends in the loss (`last`)
         is represented by its replica with the most tokens. Replicas of other chains share each microbatch's samples evenly. The
@@ -162,7 +162,7 @@ class ChainPrices:
         return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
-        """Return component -> tokens and squares in random step `draw`, [microbatches, replicas of the last chain, 2]."""
+        """Return component -> [microbatches, replicas of the last chain, 2]: tokens, sums of squared lengths in step `draw`."""
         key = (setting.num_microbatches, setting.samples, setting.dp, -1.0 - draw)
         if key not in self._drawn:
             assert self.workload is not None
@@ -237,7 +237,7 @@ class Problem:
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")
-    """Seconds of a known step; candidates that take longer need not be proposed."""
+    """Seconds of the fastest step known so far; candidates with a longer step need not be proposed."""
 
     @property
     def graph(self) -> ModelGraph:

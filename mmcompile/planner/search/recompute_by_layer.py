@@ -1,9 +1,9 @@
 """`relaxed`: a candidate whose layers recompute only as much as memory requires; `by_layer`: the fastest relaxed candidate.
 
-A search gives all layers of a candidate one mode, the cheapest that fits. A stage far from the loss holds many microbatches, one
-near it few, so most stages could do with less: with the cuts and ranks as they are, each rank gets the modes of its layers that
-take the least time within its memory (`mmcompile.planner.search.recompute_choice`). The mode of the search is among the
-choices, so that no stage gets slower by its mean microbatch.
+A search gives all layers of a candidate one recomputation mode, the cheapest with which every stage fits. Stages near the loss
+hold fewer microbatches, so that most stages could recompute less. With cuts and ranks as they are, each rank gets the modes of
+its layers that take the least time within its memory (`mmcompile.planner.search.recompute_choice`). The mode of the search is
+among the choices, so that no stage gets slower for the mean microbatch.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class _PricedModes:
     backward: NDArray[np.bool_]
     """True for layers where recomputation frees memory, [layers]."""
     kept: PricedChain
-    """Prices of a stage that recomputes no layer; its shared bytes hold for every mode."""
+    """Prices of the chain if no layer of a stage recomputes. Its `shared_bytes` hold for every mode."""
     mixed: dict[Recompute, PricedChain]
-    """Recomputation mode -> prices of the chain in a stage where some layers recompute."""
+    """Recomputation mode -> prices of the chain's layers in that mode, each in a stage of which some layer recomputes."""
 
     @classmethod
     def of(cls, candidate: Candidate, chain: int) -> _PricedModes:
@@ -137,7 +137,7 @@ class _PricedModes:
         return tuple(self._way(self.mixed[mode], layer, mode, in_flight) for mode in modes)
 
     def _way(self, priced: PricedChain, layer: int, mode: Recompute, in_flight: int) -> LayerVariant:
-        """Return the seconds and bytes of one layer in one mode, taken from a chain priced in that mode."""
+        """Return seconds and bytes of a layer in a mode, from `priced` in that mode, with `in_flight` microbatches in flight."""
         held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
         return LayerVariant(
             mode=mode if self.backward[layer] else None,

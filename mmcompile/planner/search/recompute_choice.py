@@ -4,10 +4,11 @@ A stage holds, beside what does not depend on the choice,
 
     bytes = sum over layers l of bytes[l, mode(l)] + max over layers l of working[l, mode(l)]
 
-and takes the sum of seconds[l, mode(l)]; a rank with several stages holds and takes the sum of theirs. The goal is the fastest
-choice of modes whose bytes are within a limit: a multiple-choice knapsack. It is solved with Pareto fronts (points that no other
-beats in bytes and seconds): layers that are alike are counted, not told apart; the fronts of two kinds of layers are added point
-by point, and points that are beaten or too large are dropped. The maximum is decided first, once for each value it may have.
+and takes the sum of seconds[l, mode(l)], where working bytes are those held only while a layer runs. A rank with several stages
+holds and takes the sum of theirs. The goal is the fastest choice of modes whose bytes are within a limit: a multiple-choice
+knapsack. It is solved with Pareto fronts (points that no other beats in bytes and seconds). Of equal layers, only the number in
+each mode is chosen. The fronts of two kinds of layers are combined to all sums of two points, less those that are beaten or too
+large. The maximum is fixed first, in turn at each possible value.
 
 Source: Nemhauser and Ullmann, Discrete Dynamic Programming and Capital Allocation (1969), for the fronts.
 """
@@ -85,7 +86,7 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Number of layers of each kind in each variant, [points, columns]; column 0 of a stage is 1 if no layer recomputes."""
+    """[points, columns]. A stage's columns: 1 if no layer recomputes, else 0; then the layers of each kind in each variant."""
 
     @classmethod
     def of(
@@ -136,7 +137,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Yield the front of choices in which no layer has more than `working` working bytes, if any; `kinds` as from `_kinds`."""
+    """Yield one front: choices in which no layer has over `working` working bytes; none if impossible. `kinds` is by `_kinds`."""
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])

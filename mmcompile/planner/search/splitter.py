@@ -1,4 +1,4 @@
-"""`Splitter`: optimal cuts of a candidate's chains, each table computed once for all stage counts."""
+"""`Splitter`: optimal cuts of a candidate's chains; a chain's splits into 1, 2, ... stages are computed together, once."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class Splitter:
 def _scheduled(
     layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
-    """Return (layers, memory limit, microbatches) with which `partition`, made for 1F1B, finds the bytes under any schedule.
+    """Return (layers, memory limit, microbatches) for `partition`, changed so that its rule for 1F1B gives the setting's bytes.
 
-    `flights` is the most microbatches in flight under 1F1B. The least working bytes of the layers, which every stage needs, are
-    subtracted from all layers and from the limit.
+    `flights` is the most microbatches in flight under 1F1B. The least working bytes of any layer, which every stage needs, are
+    subtracted from each layer's and from the limit.
     """
     if memory_bytes is None:
         return layers, None, flights
@@ -121,9 +121,9 @@ def _scheduled(
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:
-    """Return (a, b, n): under a schedule, a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight.
+    """Return (a, b, n): under the setting's schedule, a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight.
 
-    `depth` is the number of stages behind it, up to the loss; `flights` is n under 1F1B.
+    `depth` is the number of stages after the stage, up to the loss; `flights` is n under 1F1B.
     """
     count = setting.num_microbatches
     match setting.schedule:

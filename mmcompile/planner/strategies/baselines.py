@@ -1,16 +1,16 @@
-"""Baselines: layouts of other systems for a multimodal model, as candidates of our vocabulary, priced by our simulator.
+"""Baselines: layouts of other systems for a multimodal model, as candidates that our simulator judges.
 
 A baseline is about as strong as its structure allows: its degrees, microbatches and recomputation are searched, under 1F1B, on
 all devices, with one tensor-parallel degree. The candidates with the best guesses are simulated, and the fastest is taken. Only
 the structure and the rule by which layers are cut are those of the other system.
 
-    frozen-unaware   encoders, projectors and language model on devices of their own, as ours; but each gets its number of stages,
-                     and is cut, by forward time, as if everything trained (backward a fixed multiple of forward)
+    frozen-unaware   encoders, projectors and language model on devices of their own, as ours; but stages are shared out and
+                     cut by forward time, as if everything trained (backward a fixed multiple of forward)
     megatron         one line; all encoders in as few first stages as hold them, the language model behind, by forward time
     replicated       every stage of the language model, cut by forward time, runs all encoders on the whole microbatch again
     equal-layers     one line; all stages have the same number of layers
     pinned           one line; all encoders in the first stage, and in every stage the same number of language-model layers
-    fsdp             no pipeline: every device, or every few that share tensors, a replica; parameters spread over all
+    fsdp             no pipeline: each tensor-parallel group is a replica of the model; parameters are sharded over all replicas
 
 Source: Oobleck / Cornstarch / Entrain dissertation §3.5 (frozen-unaware, megatron, fsdp) and Cornstarch §2.2 (replicated, as in
 Llama 3); torchtitan and NeMo Automodel pin the encoder and count layers.
@@ -95,7 +95,7 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Choices of a baseline before layers are assigned: setting, one tp for all chains, and the stages that fill the devices."""
+    """Choices of a baseline before layers are assigned: setting, one tp for all chains, and how many stages fill the devices."""
 
     lines: Lines
     setting: Setting

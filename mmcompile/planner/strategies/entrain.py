@@ -1,13 +1,13 @@
 """`entrain`: devices in proportion to each component's work, then the best degrees of each within its share.
 
-For every number of replicas, a replica's devices are divided among the components in proportion (`allocate`) to their mean work
-over the dataset (what a stable profiling batch estimates). Each component tries every tp x cp x pp that fills its share, with
-layers split by Eq. 4.1. The time of a step is estimated by Eq. 4.2,
+For every number of replicas, a replica's devices are divided among the components in proportion (`allocate`) to their seconds for
+the dataset's mean microbatch (the paper's: for a profiling batch). Each component tries every tp x cp x pp that fills its share,
+with layers split by Eq. 4.1. The seconds of a step with K microbatches are estimated by Eq. 4.2,
 
     T = sum of all stage times + (K - 1) slowest stage + resharding
 
-and the highest throughput wins. All components have the same number of replicas. Microbatches of every size that shares the batch
-evenly are tried, and every recomputation.
+where resharding is K messages over each edge between chains of different degrees. The highest throughput wins. All components
+have the same number of replicas. Every K that divides a replica's samples is tried, and every recomputation mode.
 
 Source: Entrain, Algorithm 3 (dissertation of Oobleck / Cornstarch / Entrain, §4.4.3).
 """
@@ -45,7 +45,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Yield every tp x cp x pp of the components in which each fills its share of the devices, with a guess by Eq. 4.2."""
+    """Yield every choice of tp x cp x pp with which each component fills its share of devices; `guess_s` is by Eq. 4.2."""
     combos = Combinations(problem=problem)
     tables = combos.tables
     for setting in combos.settings:
@@ -77,7 +77,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
 
 
 def _step_s(candidate: Candidate) -> float:
-    """Return the seconds of a candidate's step by Entrain's Eq. 4.2; messages count between chains of different degrees only."""
+    """Return the seconds of a step by Entrain's Eq. 4.2; of messages, only those between chains of different degrees count."""
     count = candidate.setting.num_microbatches
     slowest_s = max(stage.total_s for stage in candidate.stages)
     crossing_s = sum(

@@ -1,4 +1,4 @@
-"""`loosely-coupled`: for every stage count of the language model, encoders in the fewest stages that are no slower.
+"""`loosely-coupled`: for every stage count of the language model, encoders in the fewest stages no slower than its slowest.
 
 The paper takes degrees from the user; here replicas, microbatches and recomputation are tried too, with one tensor-parallel
 degree for all chains. The fastest by an estimate are handed to the simulator, which chooses as in the paper.
@@ -49,7 +49,7 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
 def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setting, Degrees]]]:
     """Yield (guess in s, (chain set, setting, degrees of all chains)), with stage counts to be chosen later.
 
-    The guess is of a step as if the last chain had all devices; it is multiplied by 1000 if the memory looks too small.
+    The guess is of a step as if the last chain had all devices, times 1000 if memory looks too small, so that it comes last.
     """
     problem = combos.problem
     apart = [chains for chains in problem.sets if not chains.colocated]
@@ -66,7 +66,7 @@ def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setti
 
 
 def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: Degrees) -> Iterator[Combination]:
-    """Yield a combination for each stage count of the last chain, with a guess of its step; encoders have 1 stage for now."""
+    """Yield a combination for each stage count of the last chain, with a guess; `_drafted` sets the encoders' counts later."""
     problem, last = combos.problem, chains.chains[-1]
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
     if most < 1:
@@ -97,7 +97,7 @@ def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: D
 
 
 def _drafted(problem: Problem, splitter: Splitter, option: Combination) -> Candidate | None:
-    """Return the candidate of a stage count of the last chain, split exactly; None if it exceeds the memory or the devices."""
+    """Return `option` split exactly, encoders in the fewest stages no slower; None if it exceeds the memory or the devices."""
     chains, setting, degrees, stages = option.chains, option.setting, option.degrees, option.counts[-1]
     memory_bytes = problem.memory_bytes(1)
     split = splitter.table(chains.chains[-1], setting, degrees[-1], 0, memory_bytes, stages)[stages - 1]
