@@ -48,7 +48,7 @@ class Cluster:
         return self.intra if same_node else self.inter
 
     def together(self, num_ranks: int, stride: int = 1) -> int:
-        """Return the number of members of a group on one node, 1 to `num_ranks`; members are `stride` ranks apart."""
+        """Return how many of a group's `num_ranks` ranks are on one node, if they are `stride` ranks apart; at least 1."""
         return max(1, min(num_ranks, self.devices_per_node // stride))
 
     @classmethod

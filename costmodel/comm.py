@@ -1,13 +1,14 @@
 """Time of communication: messages between two ranks, and collectives of many.
 
-A message takes latency plus bytes over bandwidth (the alpha-beta model). Collectives on GPUs follow NCCL's own tuning
-model: every algorithm (ring; tree for all-reduce) and protocol (LL, LL128, Simple) has
+A message takes latency plus bytes over bandwidth (the alpha-beta model). A collective on GPUs takes, as in NCCL's own tuning
+model, the least time of all algorithms (ring; tree for all-reduce) and protocols (LL, LL128, Simple):
 
-    time = base + steps * latency of a hop + bytes / (bus bandwidth * ranks / steps)       ring
-    time = base + 2 (hops in a node + log2(nodes)) + bytes / (bus bandwidth / 2)           tree
+    ring = base latency + near steps * near latency + far steps * far latency + bytes / (bandwidth * ranks / steps)
+    tree = base latency + 2 ((ranks in a node - 1) * near latency + log2(nodes) * far latency) + bytes / (bandwidth / 2)
 
-with the protocol's share of the bus, and the fastest is taken. Over several nodes the ring of n nodes goes through as
-many network ports a node as the group has ranks in it. On CPUs gloo's ring is one message to the neighbour a step.
+Near steps are within a node, far steps between nodes. A ring has ranks - 1 steps, nodes - 1 of them far; an all-reduce twice
+as many. `bandwidth` is the protocol's part of the bus bandwidth, and for a tree a fraction of it by size (`TREE_CORRECTION`).
+Between nodes the bus has a network port for each of the group's ranks in a node. On CPUs a step of gloo's ring is one message.
 
 `num_bytes` is always that of the whole buffer: what every rank has after an all-gather, or before a reduce-scatter.
 
@@ -44,11 +45,11 @@ HOP_LATENCY_US = {
 LL_GB_PER_S = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 """Bus bandwidth limit of protocol LL, GB/s: [generation, nodes (1, 2, more)]."""
 RING_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7,) * 3, (40.0,) * 3)
-"""Bandwidth limit of a channel under ring LL128, GB/s: [generation, nodes (1, 2, more)]."""
+"""Bandwidth limit of one channel for a ring with protocol LL128, GB/s: [generation, nodes (1, 2, more)]."""
 TREE_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 TREE_GB_PER_S = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 CHANNELS = (2, 8, 16, 32)
-"""Number of channels of a usual node, by generation."""
+"""Number of NCCL channels (rings or trees that run side by side) in a usual node, by GPU generation."""
 # fmt: off
 TREE_CORRECTION = (
     (1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0),

@@ -13,8 +13,8 @@ from mmcompile.costmodel.load import Load, Polynomial
 def fit_polynomial(loads: Sequence[Load], seconds: Sequence[float]) -> Polynomial:
     """Return the polynomial with coefficients >= 0 that has the least squared relative error at the measured points.
 
-    minimise over a, b, c >= 0: sum_i ((a q_i + b t_i + c) / y_i - 1)^2, with t tokens and q squares of lengths. Points
-    of 0 s have no relative error and are left out; if all are, the polynomial is 0. Sequences of one length at all
+    minimise over a, b, c >= 0: sum_i ((a q_i + b t_i + c) / y_i - 1)^2, with tokens t, squared lengths q and seconds y of point
+    i. Points of 0 s have no relative error and are left out; if all are, the polynomial is 0. Sequences of one length at all
     points (images of a fixed size) do not distinguish squares from tokens: then a = 0.
     """
     points = [(load, value) for load, value in zip(loads, seconds, strict=True) if value > 0]

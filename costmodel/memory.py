@@ -1,13 +1,13 @@
 """Memory against time: what a layer keeps for its backward when it computes activations again instead.
 
-Recomputation runs a layer's forward a second time, just before the layer's backward, wherever there is backward work; a
-layer without (in a frozen encoder with nothing trainable before it) keeps nothing and repeats nothing. Layers whose backward
-has no product (an embedding, a slice) are left as they are: there is next to nothing to win. What is computed again
-counts with the input gradient, which waits for it.
+Recomputation runs a layer's forward a second time, just before the layer's backward. A layer without a backward (in a frozen
+encoder with nothing trainable before it) keeps nothing and repeats nothing. Layers whose backward has no matrix product (an
+embedding, a slice) keep everything, as recomputation would save almost nothing. The time of the second forward counts with the
+input gradient, which waits for it.
 
-Where weight gradients are computed after the backward (schedule zb-h1), a stage holds in between, of one microbatch, the inputs
-of its products and the gradients of their results: 0.7 to 1.2 times what it would keep without recomputation (measured on stages
-of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there, `working_bytes` are of one layer too, not of the stage.
+Schedule zb-h1 computes weight gradients after the backward. In between, a stage holds the inputs of its matrix products and the
+gradients of their results, of one microbatch: 0.7 to 1.2 times the bytes that it would keep without recomputation (measured on
+stages of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there too, `working_bytes` are of one layer, not of the stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmcompile.costmodel.compute import LayerCost
 
 
 def recomputed(cost: LayerCost, recompute: Recompute, *, mixed: bool = False) -> LayerCost:
-    """Return a layer's cost under a recomputation.
+    """Return a layer's cost when its backward recomputes activations in the mode `recompute`.
 
     Args:
         cost: cost of the layer as captured, which keeps everything.

@@ -1,7 +1,7 @@
 """A layer's cost on one of several ranks that shard its tensors (TP), its tokens (CP), or its parameters (FSDP).
 
-Each is a function LayerCost -> LayerCost; the seconds of collectives that no computation hides go to `forward_exchange_s` and
-`backward_exchange_s`. Applied in the order tensors, recompute, tokens. With degree 1 the cost is returned as it is.
+A function for each of the three maps a `LayerCost` to that of one rank. Seconds of collectives that no computation hides are
+added to `forward_exchange_s` and `backward_exchange_s`. TP comes first, then recomputation, then CP. Degree 1 changes nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TensorShare:
     parts: tuple[tuple[str, float], ...] = ()
     """(field of `LayerCost`, fraction that a rank has) for fields that are not simply divided.
 
-    The fraction is 1 if each rank has all of it (values between products, experts, heads that do not divide), and more if
-    exchanges add to it. Fields not named are divided by the degree.
+    The fraction is 1 if each rank has all of it (values between matrix products, experts, heads that do not divide), and more if
+    collectives add to it. Fields not named are divided by the degree.
     """
 
     @classmethod
@@ -135,7 +135,7 @@ def context_parallel(
 
     Each does its part of all work, with all parameters, and exchanges keys and values: it gathers those of the other
     ranks in the forward and again in the backward, and sends their gradients back in float32. With n groups of heads,
-    all exchanges but the first hide behind the attention of the group before; what does not fit is exposed:
+    all exchanges but the first hide behind the attention of the group before; seconds that do not fit are exposed:
 
         exposed = exchange / n + (1 - 1/n) max(0, exchange - attention)
 

@@ -26,7 +26,7 @@ from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 
 
 def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return (model, batch): a path's model is built without weights; a missing batch is an example made from its config."""
+    """Return (model, batch): a model given by path is built without weights; instead of a batch of None an example is made."""
     module = model if isinstance(model, nn.Module) else skeleton(model)
     return module, example_batch(module) if batch is None else batch
 
@@ -77,7 +77,7 @@ class CapturedModel:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of a Hugging Face model's language model, which has fields of its own in each family; None without."""
+    """Return the config of a Hugging Face model's language model; None for other models. Its fields differ by model family."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -89,7 +89,7 @@ def padding(model: nn.Module) -> dict[str, int]:
 
 
 def captured_step(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
-    """Return the captured training step, with gradient flow annotated; sizes that differ in the batch `dynamic` stay symbolic."""
+    """Return the captured training step with gradient flow annotated; sizes that differ between both batches stay symbolic."""
     return annotated(_capture(model, batch, dynamic=dynamic))
 
 

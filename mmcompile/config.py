@@ -20,10 +20,10 @@ from mmcompile.errors import ConfigError
 Recompute = Literal["none", "selective", "full"]
 """Activations that a layer's backward computes again, instead of keeping them from the forward.
 
-None; all but the results of products, convolutions and attention; or all but the layer's inputs.
+'none': none. 'selective': all but results of matrix products, convolutions and attention. 'full': all but the layer's inputs.
 """
 Recomputation = Recompute | Literal["auto"]
-"""Recomputation of a plan: one mode for all layers, or for each layer the mode that its rank's memory needs."""
+"""Recomputation of a plan: one mode for all layers; or 'auto', by which each layer has the mode that its rank's memory needs."""
 ScheduleKind = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 """Order in which a pipeline rank runs forwards and backwards."""
 ProjectorPlacement = Literal["with_encoder", "alone", "with_language_model"]
@@ -33,8 +33,8 @@ EncoderPlacement = Literal["disjoint", "colocated"]
 Attention = Literal["model", "bitfield"]
 """Attention of the language model: the model's own, or a kernel whose mask is one int64 a token (mask words)."""
 Reduction = Literal["fast", "fp64", "fixed"]
-"""Arithmetic that adds up gradients: torch's, in order of ranks; float64; or whole numbers, whose sum does not depend on the
-order, so that it is the same whichever ranks computed the microbatches (`mmcompile.runtime.optim.arithmetic`)."""
+"""Arithmetic that adds up gradients: 'fast' is torch's, in order of ranks; 'fp64' is float64; 'fixed' adds whole numbers. Their
+sum is the same in any order, so for any split of microbatches over ranks (`mmcompile.runtime.optim.arithmetic`)."""
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 """Data type of parameters."""
 Strategy = Literal[
@@ -81,7 +81,7 @@ def _option(
         shown: words for the default in the help, if the value does not explain itself.
         least: smallest number that is accepted.
         choices: texts that the command line accepts, if Python accepts others too.
-        search: condition on which the command line accepts `search`, which stands for None: the choice is searched.
+        search: when the command line also accepts the value `search`: the planner searches the choice, as for None in Python.
     """
     metadata = {"name": name, "metavar": metavar, "shown": shown, "least": least, "choices": choices, "search": search}
     return field(default=default, metadata=MappingProxyType(metadata))
@@ -93,7 +93,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 
 class _Options:
-    """Base of the options of a topic, which refuses numbers below a field's least and texts that are none of its choices."""
+    """Base of the options of a topic. A number below its field's `least`, or a text that is no choice, raises ConfigError."""
 
     __slots__ = ()
 
@@ -261,7 +261,7 @@ class PlanRequest(_Options):
             )
 
     def _check_without_search(self) -> None:
-        """Raise ConfigError if an option is given that needs `global_batch`. The CLI prints `name` in its message as `--name`."""
+        """Raise ConfigError if a given option needs `global_batch`. The CLI prints `option` in the message as `--option`."""
         if self.stats is not None:
             raise ConfigError(
                 "`stats` has no effect without `global_batch`: every microbatch is the example batch then; say how many samples "

@@ -94,7 +94,7 @@ class PlanInputs:
 
 
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
-    """Return the degrees and modes to search: with a global batch all (CP if `can_share_tokens`), else what the engine runs."""
+    """Return the degrees and modes to search: as requested; else all with a global batch (CP if `can_share_tokens`), else one."""
     if request.global_batch is None:
         space = SearchSpace(microbatches=(request.num_microbatches or DEFAULT_MICROBATCHES,))
     else:
@@ -358,10 +358,10 @@ def _linked(captured: Capture, plan: Plan) -> Plan:
 def _with_shared_tokens(
     graph: ModelGraph, table: CostTable, num_ranks: int, inputs: PlanInputs, dtype: str
 ) -> CostTable:
-    """Return the table with the loss component's costs as those of one of `num_ranks` ranks that share its tokens.
+    """Return the table with the loss component's costs as those of one of `num_ranks` ranks that share its tokens (CP).
 
-    These costs hold only for the captured batch, so the component has no load, by which seconds could be measured. With a
-    calibration no component has one: then all seconds are analytic, as measured and analytic ones do not compare.
+    These costs hold only for the captured batch, so the component gets no load. Without a load, no measured seconds can be looked
+    up. With a calibration no component gets a load: measured and analytic seconds do not compare, so all are analytic then.
     """
     shared = SharedTokens(graph=graph, num_ranks=num_ranks, cluster=inputs.cluster, dtype=dtype)
     layers = shared.costs(table.layers)

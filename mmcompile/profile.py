@@ -52,9 +52,9 @@ def profile(
 ) -> Calibration:
     """Measure one layer of each kind at the load of every batch.
 
-    Forward, and backward as the engine runs it: into gradients that are there already. The input gradient is measured alone; the
-    weight gradient is the whole backward minus it. Weights and activations are random, so the model's may be fake; masks,
-    positions and sequence lengths are those of the batch. One thread, as a rank has on a CPU.
+    Forward and backward are timed; as in the engine, the backward adds to gradients that exist already. The input gradient is
+    timed alone; the weight gradient is the rest of the backward. Weights and activations are random, so the model's may be fake;
+    masks, positions and sequence lengths are those of the batch. All runs in one thread, as a rank does on a CPU.
 
     Args:
         model: model with the `requires_grad` flags it will train with.

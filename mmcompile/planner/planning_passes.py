@@ -28,10 +28,10 @@ _COST = Cost()
 def graph_passes(
     attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass]
 ) -> dict[str, tuple[AnyPass, ...]]:
-    """Return pass name -> passes, for those that run first in planning and in stages, on the model as one device computes it.
+    """Return pass name -> passes to run, () for none: those on the unsharded model, first in planning and for stage programs.
 
     Args:
-        attention: the language model's.
+        attention: kind of attention of the language model.
         autocast: components that compute in bfloat16.
         own: passes of the user.
     """
@@ -56,15 +56,15 @@ def run_planning_passes(
     autocast: Sequence[str],
     own: Sequence[AnyPass] = (),
 ) -> tuple[Capture, CostTable]:
-    """Return a capture as one device would compute it, and what its layers cost.
+    """Return the capture after the passes, as one device would compute it, and the costs of its layers.
 
     Args:
-        capture: annotated by gradient-flow; left as it is.
-        batch: what it was captured on: costs count the pairs of tokens that see each other in it.
+        capture: capture annotated by the pass gradient-flow; it is not changed.
+        batch: batch of the capture; costs of attention count its pairs of tokens that see each other.
         attention, autocast, own: as for `graph_passes`.
 
     Raises:
-        ConfigError: autocast has no effect, or a pass of the user requires what none before it ensures.
+        ConfigError: autocast has no effect, or a pass of the user requires a property that no pass before it ensures.
         MaskError: words cannot express the mask of `batch`.
         VerifyError: a rewrite of the user broke a rule of graphs.
     """

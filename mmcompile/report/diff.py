@@ -221,7 +221,7 @@ def _by_size(plan: Plan) -> dict[int, Template]:
 
 
 def _words(template: Template | None, other: Template | None) -> str:
-    """Describe a template by its difference from another one: its numbers, or else the first stage that differs."""
+    """Return a template's numbers as text, with its first stage that differs if the other template has the same; "-" for None."""
     if template is None:
         return "-"
     if other is None or figures(template) != figures(other):

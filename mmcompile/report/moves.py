@@ -71,9 +71,9 @@ def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]
 
 
 def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shares) -> Move | None:
-    """Move the boundary before (`step` -1) or after (+1) a stage so that the layer at `position` changes stage.
+    """Move the boundary before (`step` -1) or after (+1) a stage so that its layer at `position` goes to the stage beyond.
 
-    None if there is no neighbour stage, the stage would be empty, or only one of both stages runs a backward.
+    Layers between go too. Return None if there is no such stage, the first would be empty, or only one of both runs a backward.
     """
     chain = chain_of_stage(plan, stage.name)
     index = chain.stages.index(stage)

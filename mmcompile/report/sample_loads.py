@@ -19,7 +19,7 @@ from mmcompile.report.study import Study
 def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) -> dict[str, list[float]]:
     """Return chain -> seconds of each microbatch of its first replica, relative to the plan's prediction.
 
-    The i-th microbatches of all replicas of the last chain together hold the samples that every other chain's replicas share.
+    The i-th microbatches of all replicas of a chain together hold the same samples in every chain.
     """
     pricing = study.pricing(plan)
     samples, replicas = slot_samples(plan, study, plan.chains[-1]), plan.chains[-1].dp
@@ -54,7 +54,7 @@ _Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
-    """Return component -> loads of `count` microbatches of a chain's first replica, from those of the last chain's `replicas`."""
+    """Return component -> loads of `count` microbatches of a chain's first replica; `drawn` is for the last chain's replicas."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:

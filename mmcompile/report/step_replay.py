@@ -1,7 +1,7 @@
 """Simulation of a step of a plan: as planned, in another order, or with more microbatches.
 
-Ranks that do the same at the same time (the shards of a stage, its replicas, and stages that share them) are one
-*group*; one replica of the last chain and its share of the encoders stand for all.
+One simulated rank stands for all ranks of a stage (its shards and replicas), as they do the same at the same time. Stages that
+share ranks are one *group*, on one simulated rank. Microbatches are those of one replica of the last chain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmcompile.planner.schedule.schedule import ActionKind, Flow, FlowEdge, Sche
 from mmcompile.planner.schedule.simulate import Timeline, simulate
 
 _SIGNS = {ActionKind.F: 1, ActionKind.I: 0, ActionKind.W: -1, ActionKind.B: -1}
-"""Action -> 1 if it allocates the activations of its microbatch, -1 if it frees them."""
+"""Action -> 1 if it allocates the activations of its microbatch, -1 if it frees them, 0 if neither."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

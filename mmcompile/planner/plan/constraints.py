@@ -9,7 +9,7 @@
     equal-tp[:A,B,...]        components, or all chains, with one tensor-parallel degree
 
 A and B are layers, or components standing for all their layers. A layer is named by its module path, as `component.index`
-(negative from the end), or by a glob that matches exactly one module path. The order of layers is the chain's own.
+(negative from the end), or by a glob that matches exactly one module path. No constraint changes the order of layers.
 """
 
 from __future__ import annotations

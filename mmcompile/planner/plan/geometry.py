@@ -31,7 +31,7 @@ class MediaInput:
     patch: tuple[int, int] = (0, 0)
     """Height and width in pixels of a patch, in which an image's length is counted; (0, 0): `length` and `elements` apply."""
     length: float = 0.0
-    """Number of rows for each `elements` elements of an image or audio clip; with a mask, for each `elements` marked steps."""
+    """Number of patches or frames in `elements` elements of an image or audio clip; with a mask, in `elements` marked steps."""
     elements: int = 0
     mask: str = ""
     """Name of the mask input [items, steps] of the steps that the model reads; "" if the model reads all steps, padding too."""
@@ -50,7 +50,7 @@ class Geometry:
     rows_per_unit: float
     """Rows per patch, frame, token of the sequence, or sample: a class token beside 576 patches makes 577 / 576."""
     pairs_per_unit: float
-    """Row pairs that attend to each other, per squared length in units: patches, frames, tokens of the sequence, or samples."""
+    """Row pairs that attend to each other in an item, over its squared length in units (patches, frames, tokens, samples)."""
     window: float = 0.0
     """Rows of an attention window; 0 if a whole image, audio clip or sequence attends to itself.
 

@@ -1,9 +1,9 @@
-"""Boxes in columns with right-angled edges between them, in character cells. One layout serves text and SVG.
+"""Diagrams of boxes in a grid with edges between them, in character cells. One layout serves text and SVG.
 
-Columns run left to right, rows are lanes of equal height. An edge leaves its box at the right, turns in the gap behind its
-column on a track of its own source (or of its target, shared with others that go there alone), and enters its target at the
-left. An edge that skips columns runs below its row first. Edges of one source share tracks (they fork), edges into one target
-share its entry (they join).
+An edge leaves its box at the right, turns up or down in the gap behind the box's column, and enters its target at the left.
+Vertical parts of edges are on *tracks*, columns of cells in a gap. Every source has its own, but sources whose only edge leads
+to the same box in the next column share one. An edge that skips columns passes them in a *lane*, a row of cells below its
+source. Edges of one source share tracks and lanes (they fork), edges into one target share its entry (they join).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def lay_out(
 
 
 _Numbers = dict[int, dict[str, int]]
-"""Column -> source name -> index of the source's vertical track behind that column; for horizontal lanes, row -> ..."""
+"""Column -> source name -> index of its track in the gap behind the column; or row -> source name -> index of its lane."""
 
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:

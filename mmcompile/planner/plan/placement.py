@@ -1,4 +1,4 @@
-"""Placement of a plan's stages on ranks: one placed stage for each replica, and for each shard of its tokens."""
+"""Placement of a plan's stages on ranks: one placed stage for each replica, and for each shard of its tensors or tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PlacedStage:
     group: tuple[int, ...] = ()
     """Ranks of all shards of the stage in this replica, tensor-parallel ranks side by side; () if the stage is not sharded."""
     tp: int = 1
-    """Number of ranks that share the tensors of every layer. With more shards, the others share the tokens of every sequence."""
+    """Number of ranks that share the tensors of every layer. If a stage has more shards, they share its tokens too."""
     program: str = ""
     """Name of the stage in programs, without the replica; "" if it equals `name`."""
     tower: str = ""

@@ -105,7 +105,7 @@ def _check_modes(plan: Plan) -> None:
 
 
 def _check_templates(plan: Plan) -> None:
-    """Raise PlanError where templates do not run the plan's chains, or do not fit together."""
+    """Raise PlanError if the templates are for other chains or numbers of layers than the plan has, or contradict each other."""
     if plan.resilience is None:
         return
     layers = {chain.name: sum(len(stage.layer_names) for stage in chain.stages) for chain in plan.chains}
@@ -116,7 +116,7 @@ def _check_templates(plan: Plan) -> None:
 
 
 def _unknown(raw: object, known: object, path: str) -> Iterator[str]:
-    """Yield the paths of fields in raw JSON data that are absent from the value read from it."""
+    """Yield the paths, below `path`, of fields of the JSON data `raw` that are absent from `known`, the value read from it."""
     if isinstance(raw, Mapping) and isinstance(known, Mapping):
         for key, value in raw.items():
             if key in known:

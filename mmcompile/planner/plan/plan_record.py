@@ -102,7 +102,7 @@ class Stage:
     has_backward: bool
     """False if nothing in the stage trains and no gradient passes through; it only runs forward."""
     depth: int
-    """Number of stages on the longest path to the loss stage, 0 there. It sets the 1F1B warm-up."""
+    """Number of stages behind this one on the longest path to the loss stage, which has 0. It sets the 1F1B warm-up."""
     prediction: StagePrediction
     recompute: tuple[Recompute | None, ...] = ()
     """Recomputation of each layer; None for a layer whose backward has no matrix products, where recomputation saves nothing.
@@ -136,8 +136,8 @@ class Chain:
     dp: int = 1
     """Data-parallel degree: number of replicas.
 
-    Each replica of the last chain has the step's `num_microbatches`. The i-th microbatches of these replicas together hold
-    the samples that the replicas of every other chain share evenly.
+    Each replica of the last chain computes `num_microbatches` microbatches a step. The i-th microbatches of all replicas of a
+    chain together hold the same samples in every chain, shared evenly by its replicas.
     """
     fsdp: bool = False
     """True if replicas share parameters, gradients and optimizer state (FSDP), and gather parameters when needed."""
@@ -219,8 +219,8 @@ class Rejected:
 class SampleRate:
     """Cost of samples in one component of a chain's replica: predicts any sample's seconds and bytes without the model.
 
-    Polynomials are in the load of samples (`geometry`). They hold near the loads that the plan was made for, where they give the
-    plan's predictions. Their fixed parts occur once a microbatch, not once a sample.
+    Polynomials are in rows and squared lengths of samples (from `geometry`). They are accurate near the loads that the plan was
+    made for, and give its predictions there. Their fixed parts count once for a microbatch, not for each sample.
     """
 
     chain: str

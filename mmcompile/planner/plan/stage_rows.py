@@ -59,7 +59,7 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
 
 
 def recompute_text(stages: Iterable[Stage]) -> str:
-    """Return text for recomputation: `"full"`, or `"selective 2, full 3 of 8 layers"` of the layers where it saves memory."""
+    """Return recomputation as text: `"full"`, or `"selective 2, full 3 of 8 layers"`; only layers where it saves memory count."""
     stages = tuple(stages)
     mode = uniform_mode(stages)
     if mode != "mixed":
@@ -71,7 +71,7 @@ def recompute_text(stages: Iterable[Stage]) -> str:
 
 
 def frozen_text(stages: Iterable[Stage]) -> str:
-    """Return text for the frozen share: `"97%"`; `"-"` without parameters. Only exact values are shown as 0% or 100%."""
+    """Return the frozen share of parameter bytes as text: `"97%"`; `"-"` without parameters. Only exact values are 0% or 100%."""
     predictions = [stage.prediction for stage in stages]
     total = sum(prediction.parameter_bytes for prediction in predictions)
     if not total:

@@ -1,7 +1,7 @@
 """A plan as plain text of at most forty lines, for plans of any size.
 
-Header, chains as boxes, stages, prediction, bottlenecks and what node failures leave come first; templates, cuts, rejected
-alternatives, notes, links and shared values share the rest, and count what does not fit.
+Header, chains as boxes, stages, prediction, bottlenecks and fault tolerance come first. Templates, cuts, rejected alternatives,
+notes, links and shared values share the lines that remain; each of these sections counts what it leaves out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _batch(plan: PlanRecord) -> str:
 
 
 def _boxes(plan: PlanRecord) -> list[str]:
-    """Return lines that show chains as boxes, without frames if they are many, and edges: links, or from each to the last."""
+    """Return lines of a diagram: chains as boxes; edges along links or, in a plan without links, from each chain to the last."""
     edges = plan.chain_edges or [(chain.name, plan.chains[-1].name) for chain in plan.chains[:-1]]
     columns_of = _columns(plan.chains, edges)
     # The first free row of the chain's column.
@@ -126,7 +126,7 @@ def _prediction(plan: PlanRecord) -> list[str]:
 
 
 def _rest(plan: PlanRecord, room: int) -> list[str]:
-    """Return the lines of sections that can be shortened, each with at least one line, the most important section first."""
+    """Return at most `room` lines: the sections that can be shortened, most important first, each with a line or more."""
     resilience = plan.resilience
     sections = {
         "templates": [] if resilience is None else resilience.rows(len(resilience.templates)),

@@ -154,7 +154,7 @@ def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
 def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
     """Return the most microbatches that pipelines can run by a deadline, int64 [templates + 1, pipelines + 1, nodes + 1].
 
-    Entry [t, p, n] is for p pipelines of the first t templates on n nodes, all used. `limits`: the most of one, by template.
+    Entry [t, p, n] is for p pipelines of the first t templates on exactly n nodes. `limits`: most of one pipeline, by template.
     """
     most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)

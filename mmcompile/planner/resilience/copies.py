@@ -1,4 +1,4 @@
-"""Copies of layers between nodes or workers: balanced over sources, in rounds in which each holder sends and receives once."""
+"""Copies of layers between nodes or workers: balanced over sources; in a round each holder sends and receives at most one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _lighten(
     """Return changes (index into `needs`, new source) after which the busiest source sends fewer bytes; None if there are none.
 
     No other source becomes as busy as the busiest was. A breadth-first search finds holders that could send a layer instead.
-    `chosen`: the source of each need. `loads`: source -> bytes that it sends.
+    `needs`: layers to copy. `chosen`: the source of each. `loads`: source -> bytes that it sends.
     """
     busiest = min(loads, key=lambda node: (-loads[node], node), default=None)
     if busiest is None:

@@ -119,7 +119,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Decision to end training, with the reason. Every layer may still have a holder."""
+    """Decision to end training, with the reason, for example too few nodes. Unlike `StateLost`, it needs no layer to be lost."""
 
     reason: str
 

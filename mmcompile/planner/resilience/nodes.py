@@ -48,7 +48,7 @@ def enough(least: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cover:
-    """Node counts of a cluster that templates can use in full; `str` is a sentence that was checked for each of them."""
+    """Node counts of a cluster, each checked, that templates can use in full; `str` gives a sentence about them."""
 
     num_nodes: int
     """Number of nodes of the whole cluster."""

@@ -46,8 +46,8 @@ def reconfigure(
 ) -> MembershipPlan[Node] | Stop | StateLost:
     """Return the next pipelines, with copies and spare nodes, after nodes were lost, leave, or join.
 
-    Two candidates: the published rules (`regroup`), which touch few pipelines, and a recomposition of all nodes. The one with the
-    shorter step is chosen, then fewer idle nodes, then more state in place, then the rules. Nodes that join are placed by
+    Two candidates: the published rules (`regroup`), which touch few pipelines, and a recomposition of all nodes. The shorter step
+    decides; if equal, fewer idle nodes, then more bytes of state in place, then the rules. Nodes that join are placed by
     recomposition.
 
     Args:

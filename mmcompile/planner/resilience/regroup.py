@@ -39,10 +39,10 @@ def regroup(
 ) -> NodeGroups[Node] | None:
     """Return the nodes that are left as groups, one for each pipeline, by the published rules; None if too few for a pipeline.
 
-    Small groups come first. A pipeline below the smallest template's size takes spare nodes, then the last node of the largest
-    pipeline above that size (the last of equals). Pipelines that are still too small are joined until they are large enough; a
-    remainder joins the first group that is. A joined group large enough for several pipelines is divided again. A group without
-    a template of its size gives up surplus nodes.
+    The result has small groups first. A pipeline below the smallest template's size takes spare nodes, then the last node of the
+    largest pipeline above that size (the last of equals). Pipelines that are still too small are joined until they are large
+    enough; a remainder joins the first group that is large enough. A joined group large enough for several pipelines is divided
+    again. A group without a template of its size gives up surplus nodes.
 
     Args:
         groups: nodes of each pipeline that ran.

@@ -24,7 +24,7 @@ class Resilience:
     """Number of nodes of the whole cluster."""
     devices_per_node: int
     num_microbatches: int
-    """Number of microbatches of a step, over all pipelines, for any number of pipelines."""
+    """Number of microbatches of a step over all pipelines; the same for any number of pipelines."""
     layer_bytes: Mapping[str, tuple[int, ...]]
     """Chain -> bytes of trainable parameters and optimizer state of each layer; 0 for a frozen layer, which needs no copy."""
     microbatch_samples: float = 1.0

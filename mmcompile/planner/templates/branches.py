@@ -25,7 +25,7 @@ _ROUNDS = 6
 _FIRST_STEP = 4
 """Number of shares (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
-"""Number of intervals of guesses that a search bounds; `_MORE_INTERVALS` are added for each node count."""
+"""Number of intervals (of times of the slowest stage) that a search bounds, besides `_MORE_INTERVALS` for each node count."""
 _MORE_INTERVALS = 8
 _VISITS = 8_000
 """Largest number of stages placed in total while `_Listing` lists the pipelines of one node count."""

@@ -74,7 +74,7 @@ class Search:
     fitting: bool
     """True to keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
-    """Intervals that `run` did not cut further, single guesses or left over at its limit, with their final bounds."""
+    """Intervals that `run` did not cut further, as single guesses or because `max_intervals` was reached, with final bounds."""
 
     @classmethod
     def of(

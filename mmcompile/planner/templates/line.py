@@ -2,13 +2,13 @@
 
 Stages follow each other over the devices in the order of the line, chains that feed others first. Every chain has one
 *path* to the loss: all of its stages, then those of the chain it feeds from the stage that holds the entry layer on, and
-so forth. For a stage t = F + B on its devices; S = stages of the longest path; N_b = 4 S microbatches; with k* the slowest
-stage (the last of equals) and w its time:
+so forth. A stage takes t for forward and backward of a microbatch; k* is the slowest stage (the last of equals), w its time.
+The longest path has S stages. A step of N_b = 4 S microbatches then takes
 
     T  = T1 + T2 + T3
-    T1 = the path that takes longest
-    T2 = (N_b - stages behind k* on its path - 2) w
-    T3 = the path from k* on
+    T1 = largest sum of t over a path
+    T2 = (N_b - number of stages behind k* on its path - 2) w
+    T3 = sum of t over the path of k*, from k* on
 
 A single chain of S stages has S - 1 - k* stages behind k*: T2 = (N_b - S + k* - 1) w, as published. Times are whole
 picoseconds, so that sums are exact and ties are ties on every machine.
@@ -75,7 +75,7 @@ class Line:
     times: NDArray[np.int64]
     """Picoseconds of a stage, [widths, layers + 1, layers + 1]; `INFINITE` if it is empty or exceeds the memory."""
     deepest: NDArray[np.int64]
-    """Most stages behind a stage with which its microbatches in flight fit the memory, -1 if none; axes as in `times`."""
+    """Most stages behind a stage at which its microbatches in flight still fit the memory, -1 if none do; axes as in `times`."""
     least: NDArray[np.int64]
     """Picoseconds of forward and backward of each layer on its fastest number of devices, without sends, [layers]."""
     chain_of: NDArray[np.int64]

@@ -1,6 +1,6 @@
 """One pass over a line from the loss backwards, for many guesses of the slowest stage at once.
 
-With w the time of the slowest stage, T of a chain is a sum over its stages (`N_b = 4 S` put in):
+With t the time of a stage, w that of the slowest stage k*, the step time T (see `line`) of a chain is a sum over its stages:
 
     T = sum before k* of (t + 4 w)  +  4 w  +  sum behind k* of (2 t + 3 w),    t <= w before, t < w behind
 
@@ -8,12 +8,12 @@ so for a given w the best pipeline is a shortest path over (first layer, devices
 for every number of nodes. A guess is an interval [low, high] around w: with max(low, t) for w the pass gives a lower
 bound for all w inside, and the optimum if low = high.
 
-Chains that branch: any weights of the paths (summing up to 1) bound the longest path from below, in time and in stages. A
-stage has the weight W of the paths it is on; those behind k* count once more if they are on the path of k*:
+Chains that branch: the longest path is at least a mean over all paths with any weights (summing up to 1). A stage counts with W,
+the sum of weights of the paths it is on; those behind k* count once more if they are on the path of k*:
 
     stage W (t + 4 w) [+ t - w],    k* itself 5 W w - w
 
-Where memory decides, a third coordinate counts the stages left.
+Where memory limits the microbatches in flight, a third coordinate counts the stages that may still be placed.
 """
 
 from __future__ import annotations

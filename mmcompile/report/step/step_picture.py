@@ -100,7 +100,7 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
 
 
 def _name_replicas(axis: Axes, places: np.ndarray) -> None:
-    """Label each replica's bars with its name, or only its number if there are many; `places` are [replicas, microbatches]."""
+    """Label each replica's bars with its name, or only its number if many; `places`: x of the bars, [replicas, microbatches]."""
     named = len(places) <= 8
     middle = axis.secondary_xaxis(-0.08 if places.size <= _LABELS else 0.0)
     texts = [f"replica {index}" if named else str(index) for index in range(len(places))]

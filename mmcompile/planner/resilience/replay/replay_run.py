@@ -132,14 +132,14 @@ class ReplayRun(ABC):
         self.job = job
         self.constants = constants
         self.step_s = 0.0
-        """0 while training is stopped."""
+        """Seconds of a step; 0 while training is stopped."""
         self.state_s = int(job.bytes_of.sum()) / constants.store_bytes_per_s
         """Seconds to write or read a checkpoint."""
         self._step_samples = job.num_microbatches * microbatch_samples
         self._save_interval_s = save_interval_s
         self._now_s = 0.0
         self._mark_s = 0.0
-        """Since when a step is under way."""
+        """Virtual time at which the step under way began."""
         self._saved_s = 0.0
         """Time at which the last checkpoint would have ended if training had continued without pauses since."""
         self._spans: list[Span] = []
@@ -264,6 +264,6 @@ class ReplayRun(ABC):
 
 
 def save_interval_s(trace: SpotTrace, save_s: float) -> float:
-    """Return the best seconds between checkpoints: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
+    """Return the best seconds between checkpoints of `save_s`: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
     losses = sum(bool(change.removed) for change in trace.changes)
     return sqrt(2 * max(save_s, 1.0) * trace.duration_s / max(1, losses))
