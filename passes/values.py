@@ -149,7 +149,7 @@ def on_meta(value: Any) -> Any:
 
 
 def computed(node: fx.Node) -> Any:
-    """Return the result of a call on the recorded values of its inputs, without data."""
+    """Run a call on the recorded values of its inputs, on the meta device, and return the result, which has no data."""
     passing = pytree.tree_map_only(torch.device, lambda _: _META, (node.args, dict(node.kwargs)))
     args, kwargs = fx.map_arg(passing, lambda source: on_meta(source.meta["val"]))
     assert callable(node.target)

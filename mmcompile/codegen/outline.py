@@ -99,9 +99,9 @@ def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
 def _whole_layers(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Return (layer, nodes) with one run per layer, each after the runs it reads from, else ordered by first node.
+    """Return (layer, nodes) with one run per layer, ordered so that each run is after those it reads from.
 
-    The list is empty if two layers read from each other.
+    Otherwise runs keep the order of their first nodes. The list is empty if two layers read from each other.
 
     A layer stays one run even if it needs another layer's result midway (an embedding that inserts image features), or reads
     values made much earlier (deep features).

@@ -79,7 +79,7 @@ class LayerText:
         return "\n".join(lines) + "\n"
 
     def call(self, function: str, recompute: Recompute) -> Iterator[str]:
-        """Yield lines that call `function`, which has the structure of this run; its backward recomputes by mode `recompute`."""
+        """Yield lines that call `function` for this run, whose structure it has, with mode `recompute` for the backward."""
         for tap in self._taps:
             yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
         first = [function] if recompute == "none" else [f'"{recompute}"', function]

@@ -94,8 +94,8 @@ class PatternPrograms:
 class RowCount:
     """Rows (the size of dim 0) of a link value, as a function of the rows of batch inputs.
 
-    Collating joins inputs on dim 0, so the rows of a sample there determine its rows in the value, as long as the counts of all
-    samples add up.
+    Collating joins the inputs of samples on dim 0. A sample's rows in the inputs therefore determine its rows in the value, if
+    the value's rows are the sum over samples.
     """
 
     expression: sympy.Expr

@@ -120,7 +120,7 @@ class _Writer:
     variables: frozenset[str]
     """Python names of all values of the stage."""
     found: dict[str, _Function] = field(default_factory=dict)
-    """Canonical text -> layer function with that text."""
+    """Text of a layer function with numbers for names (`CanonicalLayer.text`) -> the layer function."""
     deferring: set[str] = field(default_factory=set)
     """Names of the functions of `mmcompile.codegen.weight_grad_split` that the stage calls."""
 

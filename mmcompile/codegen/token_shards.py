@@ -66,7 +66,7 @@ def shard_values(
     Args:
         words: name of an input that holds mask words -> [B, T] int64.
         index: [P, L] int64: tokens of every rank in order, -1 for free rows (`token_index`).
-        inputs: words input of a rank's tokens (`cp_words`) -> name in `words`, from each input's `meta["words"]`.
+        inputs: name of the input for a rank's words (`cp_words`) -> name in `words` of those of all tokens.
 
     Returns:
         For each of P ranks, input name -> value. Values that do not differ by rank are the same tensor.

@@ -101,7 +101,7 @@ def _is_data(placeholder: fx.Node) -> bool:
 
 
 class _Tree:
-    """Tree of the modules that own call nodes, by path, with the data inputs whose values reach each."""
+    """Tree of the modules that own call nodes, by path, with the data inputs whose values reach each module's nodes."""
 
     def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> None:
         self.sources: dict[str, Sources] = defaultdict(frozenset)
@@ -165,7 +165,7 @@ def _splits(tree: _Tree, path: str, data: Sources) -> bool:
 
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the shortest tail of each path that no other path shares."""
+    """Return dotted path -> its shortest tail that is no tail of another path, such as `b.c` for `a.b.c`."""
     names: dict[str, str] = {}
     for path in paths:
         tails = [".".join(path.split(".")[-length:]) for length in range(1, path.count(".") + 2)]
@@ -267,7 +267,7 @@ def _layers(
     """Number the layers of each component so that no edge goes from a later layer to an earlier one.
 
     Returns:
-        Layer of each node, and names of each component's layers.
+        (node -> index of its layer in the component, component -> names of its layers in order).
     """
     index: dict[fx.Node, int] = {}
     names: dict[str, list[str]] = {name: [layer.name for layer in c.layers] for name, c in reference.items()}

@@ -252,7 +252,7 @@ def _update(graph: fx.Graph, node: fx.Node, target: fx.Node) -> fx.Node:
 
 
 def _same_gradient(graph: fx.Graph, near: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
-    """Return the value of `new` with the gradient of `old`: what a write that autograd does not record leaves."""
+    """Return a node with the value of `new` and the gradient of `old`, as after a write that autograd does not record."""
     if not _may_carry_gradient(old):
         return _call(graph, near, aten.detach.default, new) if _may_carry_gradient(new) else new
     return _call(graph, near, with_value, old, new)

@@ -109,7 +109,7 @@ def quiet_export() -> Generator[None]:
 
 
 class _Undecided:
-    """Stand-in for a random number of [0, 1): a comparison must have one result for all of them (layer drop of rate 0)."""
+    """Stand-in for a random number of [0, 1); comparing it must give one result for all such numbers, as at drop rate 0."""
 
     def __lt__(self, other: float) -> bool:
         if 0 < other < 1:

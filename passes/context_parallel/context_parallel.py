@@ -203,7 +203,7 @@ class _Inputs:
 
 
 def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, batch: int) -> None:
-    """Shard per-token values of layer 0, [batch, tokens, ...], in front of the nodes of the region that read them."""
+    """Shard per-token values of layer 0, [batch, tokens, ...], in front of `nodes`, of later layers, that read them."""
     for node in nodes:
         for value in node.all_input_nodes:
             if value.op != "call_function" or info(value).component != component or info(value).layer:

@@ -209,7 +209,7 @@ def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of indexing by one tensor: each token's entry of a whole table, or along a dim without tokens."""
+    """Return the token dim after indexing by one tensor: by sharded indices into a whole table, or along a dim without tokens."""
     value: Any = node.args[0]
     indices: Any = node.args[1]
     used = [dim for dim, index in enumerate(indices) if index is not None]

@@ -228,7 +228,7 @@ def _add_kept(
 
 
 def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
-    """Set the memory of layers that change a buffer to "keep all" in every mode: they must not run twice (`recomputed`)."""
+    """Let layers that change a buffer keep all activations in every recomputation mode, as they must not run twice."""
     for place in {places[node] for node in places if written(node)}:
         for growth in Growth:
             for name in ("selective_bytes", "full_bytes"):

@@ -134,7 +134,7 @@ def _of(nodes: Iterable[fx.Node], *, floating: bool) -> list[tuple[fx.Node, torc
 
 
 def _memory_owner(node: fx.Node) -> fx.Node:
-    """Return the node that owns a node's memory: a dropout that is off returns its input, so the input's node."""
+    """Return the node that owns a node's memory: the input of a dropout that is off, else the node itself."""
     while _passes_through(node):
         (node,) = node.all_input_nodes
     return node

@@ -177,7 +177,7 @@ class _IsolationProof:
                 )
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
-        """Raise PlanError if the values of a document's tokens change with its place in the row or with the other documents."""
+        """Raise PlanError if the entries of `value` for a document's tokens change with its place or with the other documents."""
         values = self._values(value)
         where = info(value).module_path if value.op == "call_function" else ""
         name = f"{value.name} ({where or 'in the model itself'})"

@@ -93,7 +93,7 @@ def _last(node: fx.Node) -> bool:
 
 
 def _replaced(expression: Expression, positions: Expression) -> Expression:
-    """Replace comparisons of `positions` of query and key by comparisons of token indices, where only the distance matters."""
+    """Replace comparisons of `positions` of query and key by comparisons of token indices, if they depend only on q - k."""
     if not isinstance(expression, Elementwise):
         return expression
     if expression.op in _COMPARISONS:

@@ -156,7 +156,7 @@ def _permuted(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
 
 
 def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
-    """Read an element of `x[..., i, j, ...]`, whose integer index tensors are for adjacent dims."""
+    """Read an element of `x[..., i, j, ...]` with integer index tensors in adjacent dims; None for any other indexing."""
     source, indices = _source(node), list(given(node)["indices"])
     indices += [None] * (len(shape(source)) - len(indices))
     dims = [dim for dim, i in enumerate(indices) if i is not None]

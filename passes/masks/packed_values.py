@@ -43,7 +43,7 @@ def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
 def by_token(
     value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Return (document number, index of a token in it) -> the values of this token; `value` has the row's tokens in dim 0."""
+    """Return (document number, index of a token in it) -> values of this token, from `value`, whose dim 0 is token dim `axis`."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
     rows = [(number, place) for number in batch.order for place in range(batch.lengths[number])]
@@ -53,8 +53,8 @@ def by_token(
 def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
     """Return a node's value computed from integer inputs and the model's constants; None if it depends on other values.
 
-    A constant without values (of a meta model) gets arbitrary ones: only equality of a document's values in different
-    rows is checked, and not the values.
+    A constant without values (of a meta model) gets arbitrary ones. They suffice to check that a document has equal values in
+    different rows.
     """
     needed = reached([node], lambda one: () if one in known else one.all_input_nodes)
     for one in graph.module.graph.nodes:

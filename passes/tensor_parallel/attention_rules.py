@@ -41,7 +41,7 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
 def _by_heads(
     flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
 ) -> TensorShard:
-    """Return the sharding by heads of an attention op's result, required of queries, keys and values alike.
+    """Return the sharding by heads of an attention op's result; require the matching one of queries, keys and values.
 
     Args:
         others: keys and values.

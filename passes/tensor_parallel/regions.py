@@ -110,7 +110,7 @@ def _table_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard:
 
 
 def _inputs(ids: Iterable[fx.Node]) -> set[str]:
-    """Return the names of the integer inputs from which token ids are taken, possibly with some ids replaced."""
+    """Return the names of the integer inputs that `ids`, nodes of token ids, come from; some ids may be replaced on the way."""
     found = reached(ids, lambda n: n.all_input_nodes if n.op == "call_function" and op_name(n) in _KEEP_IDS else ())
     inputs = [node for node in found if node.op == "placeholder" and tensors(node)]
     return {str(node.target) for node in inputs if not tensors(node)[0].is_floating_point()}

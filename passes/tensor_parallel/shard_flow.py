@@ -159,7 +159,7 @@ class ShardFlow:
         self.sums.add(node)
 
     def meet(self, node: fx.Node, value: fx.Node, wanted: TensorShard) -> None:
-        """Require that `value`, an input of `node`, has the sharding `wanted`. Raises Refusal if it cannot."""
+        """Let `node` read `value` sharded as `wanted`: each rank takes its part of a whole value. Raises Refusal if it cannot."""
         if value in self.shards:
             found = self.shard_of(value)
             if found != wanted:
@@ -197,7 +197,7 @@ class ShardFlow:
             value: sharded value that the node reads.
             blocks: requested sizes of the blocks along the sharded dim of `value`.
             reason: reason for the refusal, if the region cannot be followed again.
-            indivisible: True if a smaller degree may shard the region.
+            indivisible: True if a size does not divide by the degree, so that a smaller degree may shard the region.
         """
         origins = self.origins[value]
         if len(origins) != 1:

@@ -66,7 +66,7 @@ class ShardRewriter:
                 _localize(node, region.shards[node])
 
     def _partial_inputs(self, region: ShardFlow) -> None:
-        """Replace whole values of which a rank reads only a part by nodes that make the part."""
+        """Let nodes that need only a rank's part of a whole value read it from a new node that makes the part."""
         for (node, value), shard in region.parts.items():
             full = shard.local_sizes(sizes(value))
             self._part(region, node, value, (shard.dim, shard.blocks), full, ops.tp_slice.default)
@@ -177,9 +177,9 @@ def _inserted(
 
 
 def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
-    """Return (reader, value) where the gradient is smallest on the way from `value`, which `node` reads, back through views.
+    """Return the pair (reader, value) with the fewest elements, from (`node`, `value`) back through views.
 
-    There the sum over ranks sends least: for keys and values, before their heads are repeated.
+    There the all-reduce of the gradient sends least: for keys and values, before their heads are repeated.
     """
     reader, best = node, (node, value)
     while True:
@@ -200,7 +200,7 @@ def _set_local(parameter: fx.Node, shard: TensorShard) -> None:
 
 
 def _localize(node: fx.Node, shards: Shards) -> None:
-    """Replace the recorded value of a node by a part, of the sizes on one rank; a view of an input stays a view."""
+    """Replace a node's recorded value by one rank's part of it, without data; a view of an input stays a view."""
     each = shards if isinstance(shards, tuple) else (shards,)
     before = tensors(node)
     wanted = [
@@ -230,8 +230,8 @@ def _part_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> ModelGraph:
     """Insert nodes that keep gradients whole between components, where one has a tensor-parallel degree above 1.
 
-    Each rank of the consumer has the whole gradient: `tp_enter` zeroes it on all ranks but one, so that the sum over
-    ranks is the gradient. One rank of the producer receives this sum: `tp_exit` sends it to all ranks of the producer.
+    Every rank of the consumer has the whole gradient. `tp_enter` zeroes it on all ranks but one, so that their sum is the
+    gradient. One rank of the producer receives the sum, and `tp_exit` sends it to all ranks of the producer.
     """
     exits: dict[fx.Node, fx.Node] = {}
     enters: dict[tuple[fx.Node, str, int], fx.Node] = {}

@@ -178,7 +178,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class _Across(Function):
-    """Autograd function of one tensor a rank; its forward and backward are given, as functions of all ranks' tensors."""
+    """Autograd function over the tensors of all ranks, whose forward and backward are functions passed as arguments."""
 
     @staticmethod
     def forward(ctx: Any, backward: Callable[[Tensors], Tensors], forward: Any, *values: torch.Tensor) -> Tensors:
