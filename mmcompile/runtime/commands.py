@@ -84,7 +84,7 @@ class ApplyCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refuse:
-    """Inform ranks that rank 0 refused the user's call, without effect. Ranks that wait in the same call raise its error."""
+    """Inform ranks that rank 0 refused the user's call, without effect. Ranks that wait in the same call raise the same error."""
 
     error: str
     message: str

@@ -38,7 +38,7 @@ class StoredChunk:
     position: int
     """Byte offset of the box in the file."""
     length: int
-    """Number of bytes in the file, as `torch.save` writes a tensor of these sizes."""
+    """Number of bytes of the box in the file, in the format of `torch.save`."""
     digest: str
     """Digest of the box's bytes in the file."""
 

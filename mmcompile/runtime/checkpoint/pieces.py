@@ -118,7 +118,7 @@ def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...
 def wanted_by(
     holdings: Mapping[str, Holding], index: CheckpointIndex, *, weights: Iterable[str], states: Iterable[str]
 ) -> dict[str, CheckpointPiece]:
-    """Return the pieces, with empty tensors, that a rank reads, by path: `value/<name>` and `state/<key>/<name>`.
+    """Return the pieces that a rank reads, with tensors to be filled, by path: `value/<name>` and `state/<key>/<name>`.
 
     Args:
         holdings: holdings by the name of a parameter on the rank.
@@ -143,7 +143,7 @@ def wanted_by(
 
 
 def empty_piece(key: str, holding: Holding, stored: StoredTensor, whole: tuple[int, ...]) -> CheckpointPiece:
-    """Return the piece, with an empty tensor, into which a rank reads its part of a stored weight or optimizer state.
+    """Return a piece with an uninitialised tensor, into which a rank reads its part of a stored weight or optimizer state.
 
     Args:
         whole: shape of the whole parameter.

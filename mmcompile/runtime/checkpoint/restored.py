@@ -31,7 +31,7 @@ class Restored:
         return tuple(found)
 
     def pieces(self) -> list[CheckpointPiece]:
-        """Return the pieces by which a new checkpoint gets the state left in the loaded one; each is read when it is written.
+        """Return pieces that copy the state left in the loaded checkpoint to a new one. Each tensor is read as it is written.
 
         Raises CheckpointError.
         """

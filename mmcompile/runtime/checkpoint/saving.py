@@ -160,7 +160,7 @@ class SaveOrder:
 
     folder: Path
     fresh: Path
-    """Empty folder beside `folder`, which replaces it in the end."""
+    """Empty folder beside `folder` to write to; it takes the place of `folder` in the end."""
     trainer: TrainerState
     tied: Mapping[str, str]
     """First name of a tied parameter, by each further name."""
@@ -178,7 +178,7 @@ class WholeJob:
     part: PartJob
     num_ranks: int
     restored: Restored
-    """Optimizer state that no rank has read from the loaded checkpoint yet. It is copied to the new one, to be read there."""
+    """Optimizer state that no rank has read from the loaded checkpoint yet. It is copied to the new checkpoint."""
 
     def run(self, saving: Saving) -> None:
         """Write rank 0's part, then join the parts of all ranks and report the outcome. Raises CheckpointError."""

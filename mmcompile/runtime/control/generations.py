@@ -86,7 +86,7 @@ class Generations:
         return refusal_of(hello, self._connected, self._dead, (*self.members, *holders(self.history)), self.history)
 
     def join(self, hello: msg.Hello) -> list[Effect]:
-        """Handle the connection of a node that `refusal` admits: a new node, or a member that lost its connection."""
+        """Handle the connection of a new node, or of a member that reconnects, once `refusal` admits it; return the effects."""
         member = Member(node=hello.node, incarnation=hello.incarnation, num_workers=hello.num_workers)
         back = member in self.members
         self._connected[hello.node] = member
@@ -103,14 +103,14 @@ class Generations:
         return self._take()
 
     def leave(self, node: str, incarnation: str, cause: str) -> list[Effect]:
-        """Count a node as lost: its connection ended, its lease expired, or its agent reported that its workers are dead."""
+        """Count a node as lost, since its connection or lease ended, or its agent reported dead workers; return the effects."""
         member = self._connected.get(node)
         if member is not None and member.incarnation == incarnation:
             self._lose(member, cause)
         return self._take()
 
     def drain(self, node: str) -> list[Effect]:
-        """Mark a node to leave after this step, since it will be taken away."""
+        """Mark a node to leave after this step, since it will be taken away; return the effects."""
         if node in self._connected and node not in self._draining and self.phase is not Phase.ENDED:
             self._emit(EventKind.DRAINING, node=node)
             self._draining.add(node)
@@ -119,7 +119,7 @@ class Generations:
         return self._take()
 
     def heard(self, node: str, message: msg.Report) -> list[Effect]:
-        """Handle a worker's report, unless it is of another generation or comes at the wrong time.
+        """Handle a worker's report, unless it is of another generation or comes at the wrong time; return the effects.
 
         A broken link to another worker is usually explained soon by the loss of a member.
         """
@@ -149,7 +149,7 @@ class Generations:
         return self._take()
 
     def expired(self, timer: TimerKind, generation: int) -> list[Effect]:
-        """Handle the end of a timer of a generation."""
+        """Handle the end of a timer that was started for `generation`; return the effects."""
         current = generation == self.generation
         if timer is TimerKind.RESUME and self.phase is Phase.RESUMING:
             self._resume(give_up=True)
@@ -393,7 +393,7 @@ class Generations:
         self._draining.discard(node)
 
     def _take(self) -> list[Effect]:
-        """Remove and return the effects since the last call."""
+        """Remove and return the effects collected since the last call of this method."""
         effects, self._out = self._out, []
         return effects
 

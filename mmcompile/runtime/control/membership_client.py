@@ -253,7 +253,7 @@ class MembershipClient:
 
 
 def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient], None]) -> int:
-    """Run a worker process: connect to its agent by the socket `file`, call `work`, and return the exit code."""
+    """Run a worker process: connect to its agent by the socket with descriptor `file`, call `work`, and return the exit code."""
     # Without its agent a worker cannot learn of the membership, so it kills itself and its children.
     membership = MembershipClient(
         socket.socket(fileno=file), index, times, lambda: os.killpg(os.getpgrp(), signal.SIGKILL)

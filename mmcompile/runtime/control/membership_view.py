@@ -36,7 +36,7 @@ def in_order(members: Collection[Member], history: History) -> tuple[Member, ...
 def change_of(
     members: tuple[Member, ...], connected: Mapping[str, Member], draining: Collection[str], history: History
 ) -> MembershipChange:
-    """Return the membership change that the planner is to answer."""
+    """Return the change from the last active generation to `members`, the nodes of the next one; the planner answers it."""
     previous = holders(history)
     return MembershipChange(
         members=tuple(member.node for member in members),
@@ -53,7 +53,7 @@ def change_of(
 def generations_of(
     members: tuple[Member, ...], payload: str, *, history: History, store: str, cause: str
 ) -> dict[str, Generation]:
-    """Return the message that announces a new generation to each member, by node."""
+    """Return the messages that announce a new generation to its members, by node; `payload`: the planner's plan as JSON text."""
     previous, messages, rank = holders(history), dict[str, Generation](), 0
     for member in members:
         messages[member.node] = Generation(

@@ -124,7 +124,7 @@ class Connection:
         self._over = False
 
     def check(self) -> None:
-        """Raise Superseded if the generation has ended. For functions in `call`, between two messages."""
+        """Raise Superseded if the generation has ended. Functions that run in `call` call this between two messages."""
         if self._over or self._watch.superseded:
             raise Superseded(f"generation {self._generation.number} is over")
 

@@ -159,7 +159,7 @@ class _Departure:
 
 
 class _Arrival:
-    """A layer that this worker receives. Constructing it starts to receive the frame of its header."""
+    """A layer that this worker receives. Constructing it starts to receive the frame, which precedes the header."""
 
     def __init__(self, side: _Side, copy: LayerCopy[WorkerId]) -> None:
         self.layer = copy.layer

@@ -71,13 +71,13 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
 
 
 def seal(header: Header) -> tuple[bytes, bytes]:
-    """Return frame and header as they are sent. The frame's hashes detect a damaged length, for which a reader would block."""
+    """Return the frame (length and hashes of the header) and the header, as they are sent. The hashes detect a damaged length."""
     data = wire.encode(header)
     return _frame(data), data
 
 
 def header_length(frame: bytes) -> int:
-    """Return the number of bytes of the header that a frame announces. Raises DamagedLayer."""
+    """Return the number of bytes of the header, from the frame before it. Raises DamagedLayer if the frame is damaged."""
     head, check = frame[:-_HASH_BYTES], frame[-_HASH_BYTES:]
     if _hash(head) != check:
         raise DamagedLayer("the length of its header changed on the way")

@@ -41,8 +41,8 @@ def warm_up(
 
     Args:
         microbatches: at least one of every pattern that workers are to find compiled.
-        device: device on which workers compute. A process that has used a GPU cannot fork workers that do: there, each worker
-            warms up.
+        device: device on which workers compute. A process that has used a GPU cannot fork workers that use it: on a GPU, each
+            worker warms up itself.
 
     Raises:
         VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.

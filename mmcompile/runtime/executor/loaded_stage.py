@@ -52,8 +52,8 @@ class LoadedStage:
     """Runs a stage program on this rank's parameters, and has the names of the values that it exchanges with other stages.
 
     For peers in the same balance group, `from_peer` has the names of the values received from each peer (RECV_F), `to_peer` of
-    values sent (SEND_F), `gradients_from` of values whose gradient is received (RECV_B), and `gradients_to` sent (SEND_B). They
-    are by index of the peer stage, in the order of this program's ports.
+    values sent (SEND_F), `gradients_from` of values whose gradient is received (RECV_B), and `gradients_to` sent (SEND_B). All
+    four map the index of a peer stage to names, in the order of this program's ports.
     """
 
     index: int

@@ -83,7 +83,7 @@ class Bucket:
         self._sum: Tensor | None = None
 
     def enter(self, name: str) -> None:
-        """Move a parameter's gradient, if it has one, from `.grad` into the buffer."""
+        """Add a parameter's `.grad`, if it has one, to the gradient in the buffer, and set `.grad` to None."""
         index = self._index[name]
         parameter = self._parameters[index]
         if parameter.grad is None:
@@ -95,7 +95,7 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer. Later ones add to it."""
+        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer, to add later ones to it."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)

@@ -98,11 +98,11 @@ class GradientSums:
     waits for any, then phase 2 of all before it waits for any. NCCL has no tags: with it, all buckets start in `finish`, in one
     order. A gradient of None counts as zero; None on all owners stays None. Parameters without a backward are not sent.
 
-    **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
-    the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep 8
-    and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; the
-    rounded sum is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward. The same holds
-    for half-precision parameters with masters, with 4 bytes an element in "fast". An updater receives whole buckets of the
+    **Memory**, beside parameters and optimizer state. "fast" keeps `.grad`, as torch does. For parameters on several ranks a
+    bucket takes the place of `.grad` once it starts, and this rank receives its part of the bucket from each other giver. "fp64"
+    and "fixed" keep sums of 8 and 16 bytes an element from a parameter's first backward on, and receive such sums; `.grad` lasts
+    only for one backward. Half-precision parameters with masters have such sums in "fast" too, of 4 bytes. The rounded sum is
+    `.grad` in the end, for parameters on one rank right after their last backward. An updater receives whole buckets of the
     parameters that it updates, and keeps the sums of no others.
     """
 

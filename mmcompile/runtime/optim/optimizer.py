@@ -223,7 +223,7 @@ def _hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
 
 
 def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return a scheduler in its state after `num_steps` steps, replayed since its state may not be serialisable.
+    """Return a scheduler after `num_steps` steps. These are run again here, since a scheduler's state may not be serialisable.
 
     Raises:
         ConfigError: the scheduler needs a measured value at each step.
