@@ -95,7 +95,7 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer, to add later ones to it."""
+        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer, before later ones."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)
