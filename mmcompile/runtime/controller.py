@@ -129,7 +129,7 @@ class Controller:
                 wire.send_tensors(self._groups, rank, tensors)
 
     def await_holders(self, state: Mapping[str, Tensor]) -> None:
-        """Keep the initial optimizer state of parameters. `install` sends it to a rank together with the parameter's first value.
+        """Keep the initial optimizer state of parameters, until an `install` first gives them to ranks, together with this state.
 
         Args:
             state: tensors by `<key>/<parameter>`, such as `master/lm_head.weight`. No rank may hold these parameters yet.
@@ -310,7 +310,7 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """Return what `Worker.install` needs on a rank: constants of `programs`, values and optimizer state of `lacking` names."""
+    """Return what `Worker.install` needs on a rank: constants of `programs`, values and state of parameters `lacking`."""
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]

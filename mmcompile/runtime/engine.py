@@ -443,7 +443,7 @@ class Engine:
     def _plan_next(
         self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
-        """Plan the call for the next batch, after calls `before` of the step. Return (plan, data state); None at the end."""
+        """Plan a call that trains on the next batch, after calls `before` of the step. Return (plan, data state), or None."""
         if (found := next(batches, None)) is None:
             return None
         (samples, state), is_last = found
@@ -485,7 +485,7 @@ class Engine:
         return before.num_parts + 1 >= self._accumulate if update is None else update
 
     def _follow(self, *calls: str) -> str:
-        """On a rank above 0, execute rank 0's commands until a method in `calls` is complete there; return its name."""
+        """On a rank above 0, execute rank 0's commands until a method in `calls` is complete; return the method's name."""
         while True:
             command = self._session.call(self._worker.follow)
             match command:

@@ -160,7 +160,7 @@ class Connection:
     def leave(self) -> bool:
         """Wait until no function of the generation runs, and close its groups; return False if a thread was left behind.
 
-        A thread that computes is awaited for any time: it may change parameters that the next generation uses.
+        A thread that computes is awaited without limit: it may change parameters that the next generation uses.
         """
         self._over = True
         if self._made is not None:

@@ -32,7 +32,7 @@ class ReceivedValue:
     """A value of one microbatch received from another stage, whose gradient is returned to that stage.
 
     An autograd leaf would keep the value's memory until the backward, even if no operation of the backward reads the value. So
-    the value enters the stage through an autograd node that only receives its gradient and has no reference to the value.
+    the value enters the stage through an autograd node that receives the value's gradient but holds no reference to the value.
     """
 
     slot: InputSlot

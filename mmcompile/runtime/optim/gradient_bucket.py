@@ -95,7 +95,7 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer, before later ones."""
+        """Put a parameter's sum of earlier gradients, in the reduction's number format, into the buffer. More can be added."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)

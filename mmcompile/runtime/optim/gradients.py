@@ -159,7 +159,7 @@ class GradientSums:
             self._last_has_run(bucket)
 
     def ran(self, names: Iterable[str]) -> None:
-        """Add what a backward left in `.grad` of the parameters `names`. Start to send buckets that no later backward adds to."""
+        """Add the gradients that a backward left on parameters `names`. Start to send buckets that no later backward adds to."""
         for name in names:
             assert self._left[name], f"a backward touched {name} after the last one announced"
             self._left[name] -= 1
