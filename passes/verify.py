@@ -111,7 +111,7 @@ def _component_dag(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _real_edges(graph: ModelGraph) -> tuple[dict[tuple[str, str], set[str]], dict[tuple[str, str], fx.Node]]:
-    """Return (producer, consumer) -> names of tensors read across components, and (producer, consumer) -> a reading node."""
+    """Return two mappings from (producer, consumer): to names of the tensors read across them, and to one node that reads."""
     edges: dict[tuple[str, str], set[str]] = defaultdict(set)
     readers: dict[tuple[str, str], fx.Node] = {}
     for node in graph.calls:

@@ -31,7 +31,7 @@ class NodeRun:
     tensors: tuple[fx.Node, ...]
     """Parameters, buffers and constants read, in the order of their use."""
     inputs: tuple[fx.Node, ...]
-    """Other values read, in the order of first use."""
+    """Values read from other runs and from the stage's inputs, in the order of first use."""
     outputs: tuple[fx.Node, ...]
     """Values read by other runs, or returned by the stage, in graph order."""
 

@@ -79,7 +79,7 @@ class LayerText:
         return "\n".join(lines) + "\n"
 
     def call(self, function: str, recompute: Recompute) -> Iterator[str]:
-        """Yield lines that call `function` for this run, whose structure it has, with mode `recompute` for the backward."""
+        """Yield lines that call `function`, written for an equal run, with recomputation mode `recompute` for the backward."""
         for tap in self._taps:
             yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
         first = [function] if recompute == "none" else [f'"{recompute}"', function]
@@ -108,7 +108,7 @@ class LayerText:
 
     @property
     def _taps(self) -> tuple[Tap, ...]:
-        """Taps of all products, each one once."""
+        """Taps of all products, without duplicates."""
         found = (tap for product in self.products for tap in (product.tap, product.x_tap))
         return tuple(dict.fromkeys(tap for tap in found if tap is not None))
 

@@ -26,7 +26,7 @@ class Tap:
     node: fx.Node
     """Node of the value whose gradient the tap receives."""
     sizes: tuple[str, ...]
-    """Sizes as expressions over the arguments of the run."""
+    """Sizes of the tap's dims, as Python expressions over the arguments of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

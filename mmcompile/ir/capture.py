@@ -106,7 +106,7 @@ def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
 
 
 def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return one line per input with dims that should vary but that the model's code fixed."""
+    """Return one line per input with `wanted` dims (to vary) that are not in `kept`, as the model's code fixed them."""
     lines = []
     for name, dims in wanted.items():
         fixed = [dim for dim in dims if dim not in kept.get(name, ())]

@@ -164,7 +164,7 @@ def transformers_eager_paths() -> Generator[None]:
 def plain_checkpointing() -> Generator[None]:
     """Run checkpointed functions as plain calls inside the block: a plan chooses by itself what to recompute.
 
-    Reentrant checkpointing runs them without gradient, and again in the backward, which a graph does not have.
+    Reentrant checkpointing would run them without gradient, and again in the backward, which a captured graph lacks.
     """
     module: Any = torch.utils.checkpoint
     reentrant = module.CheckpointFunction.__dict__.get("apply")

@@ -241,7 +241,7 @@ class _KnownDispatch(TorchDispatchMode):
 
 
 class _KnownFunctions(TorchFunctionMode):
-    """Function mode above the tracer: answers Python's reads with real values and marks the reads in the graph."""
+    """Torch function mode of a trace: answers Python's reads of known tensors by real values, and marks them in the graph."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class SequenceSharder:
         return chain.value
 
     def _rows(self, kept: tuple[Size, ...]) -> list[Any]:
-        """Return `kept`, the sizes (batch, tokens) or (batch, tokens, inner), as arguments of a view: one becomes -1."""
+        """Return `kept`, the sizes (batch, tokens) or (batch, tokens, inner), as a view's arguments, one of them -1."""
         outer, tokens, *inner = kept
         first, second = self.flow.size_argument(outer), self.flow.size_argument(tokens)
         if first is not None:

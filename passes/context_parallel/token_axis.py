@@ -159,9 +159,9 @@ def number(size: Size, hints: Mapping[str, int]) -> int:
 def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
     """Return the token dim of `node`, a view of the elements of `value` in the same order.
 
-    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens
-    multiply to `before`. The dim of the result that holds tokens is the one at which the product of dims passes
-    `before`.
+    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i of the token dim. Let n be the outer
+    size times the sizes of the dims before this dim. The token dim of the result is the first dim at which the product of all
+    sizes up to it exceeds n.
     """
     axis, old, new = flow.axes[value], shape(value), shape(node)
     if prod(old) != prod(new):
@@ -211,7 +211,7 @@ def _local(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, local_tokens: 
 
 
 def _refuse_token_counts(flow: TokenFlow, node: fx.Node) -> None:
-    """Raise PlanError for a pointwise op on the number of tokens: a rank would compute with that of the whole row."""
+    """Raise PlanError for a pointwise op that computes with the number of tokens: on a rank this number would differ."""
     scalars: Mapping[str, Any] = {**dict(enumerate(node.args)), **node.kwargs}  # type: ignore[dict-item]
     for value in scalars.values():
         counts_tokens = isinstance(value, fx.Node) and "size" in value.meta and value.meta["val"] == flow.tokens

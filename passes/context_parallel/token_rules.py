@@ -164,7 +164,7 @@ def _repeat_interleave(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _joined(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of the result of cat or stack along another dim; stack adds a dim."""
+    """Return the token dim of the result of cat or stack along another dim; it moves by one if stack adds a dim before it."""
     parts: Any = node.args[0]
     added = int(op_name(node) == "aten.stack")
     axis = flow.axes[flow.spread_inputs(node)[0]]

@@ -243,7 +243,7 @@ def _region(node: fx.Node) -> OpFlops:
 
 
 def _operands(node: fx.Node, *names: str) -> tuple[fx.Node, ...]:
-    """Return the tensor arguments of a call that the op's schema calls `names`."""
+    """Return the tensors that a call passes for the arguments `names` of the op's schema."""
     values = passed(node)
     return tuple(_node(values[name]) for name in names)
 

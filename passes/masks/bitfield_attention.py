@@ -230,7 +230,7 @@ def _record_views(node: fx.Node) -> None:
 
 
 def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return (keys, values) before their heads were repeated, if no other call reads the repeated ones."""
+    """Return the nodes of keys and values before their heads were repeated; unchanged if other calls read the repeated ones."""
     found = [_before_repeat(x, call) for x in (key, value)]
     if None in found or shape(found[0])[1] != shape(found[1])[1]:  # type: ignore[arg-type]
         return key, value

@@ -160,7 +160,7 @@ def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
 
 
 def _by_side(claims: frozenset[Claim]) -> tuple[list[Claim], set[Test], set[Test]]:
-    """Return (claims that an id is equal at query and key, tests of the key, tests of the query)."""
+    """Return `claims` sorted into (claims that an id is equal at query and key, tests of the key, tests of the query)."""
     tests = [(claim.axis, (claim.of, claim.positive)) for claim in claims if claim.kind == "holds"]
     keys, queries = ({test for axis, test in tests if axis == side} for side in ("k", "q"))
     return [claim for claim in claims if claim.kind == "same"], keys, queries

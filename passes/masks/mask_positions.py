@@ -48,7 +48,7 @@ def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression,
 
 
 def _documents(expression: Expression, reader: MaskReader) -> Iterator[tuple[Expression, Expression]]:
-    """Yield (ids, positions) per token for each comparison of document ids in a mask, if the ids count the jumps of positions."""
+    """Yield (ids, positions) per token for each comparison of document ids in a mask whose ids count the jumps of positions."""
     match expression:
         case Elementwise("eq", (NodeElement(node, _) as left, NodeElement() as right)) if _sides(left, right):
             positions = _counted(node, reader)

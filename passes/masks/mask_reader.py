@@ -30,7 +30,7 @@ from mmcompile.passes.masks.mask_expression import (
 from mmcompile.passes.values import aten_ops, given, op_name, shape
 
 _MAX_SIZE = 2000
-"""Maximum number of parts of an expression: a node whose expression is larger is not analysed."""
+"""Maximum number of operations and operands in an expression: a node whose expression is larger is not analysed."""
 
 
 class MaskReader:

@@ -78,8 +78,8 @@ def _by_heads(
 def heads_read(num_queries: int, num_heads: int, count: int) -> tuple[int, ...]:
     """Return the key/value heads that each rank's query heads read, rank 0 first, equally many for every rank.
 
-    Query head h reads head h * num_heads // num_queries. If all query heads of every rank read a single head, one head
-    per rank is listed; else one per query head.
+    Query head h reads head h * num_heads // num_queries. If on every rank all query heads read the same head, one head per rank
+    is listed; else one head per query head.
     """
     each = num_queries // count
     read = [head * num_heads // num_queries for head in range(num_queries)]

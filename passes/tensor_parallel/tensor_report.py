@@ -32,9 +32,10 @@ def summary(facts: GraphFacts, sharding: ComponentSharding) -> str:
 
 
 def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
-    """Return lines on the modules that every rank holds whole, with number and reason; equal modules of layers share a line.
+    """Return one line for each kind of module that every rank holds whole, with number and reason.
 
-    Example: `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`.
+    Modules that differ only in the index of their layer are one kind. Example:
+    `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`.
     """
     names: Counter[tuple[str, str]] = Counter()
     for kept in sharding.kept:

@@ -38,8 +38,7 @@ _MOST_FLOPS = 2e12
 _DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
 """Dtype of the computation -> smallest scale for comparing a gradient, as a fraction of the layer's largest gradient.
 
-Without it, gradients that are 0 but for rounding, such as that of a bias of keys, would be compared by their rounding
-errors.
+Without this scale, gradients that are 0 but for rounding, such as that of a bias of keys, would be compared by rounding errors.
 """
 
 

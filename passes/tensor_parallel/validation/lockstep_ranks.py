@@ -68,7 +68,7 @@ class Lockstep:
         """Return parameter name -> its whole gradient on each rank; the parts of a sharded gradient are joined.
 
         Raises:
-            VerifyError: some ranks have a gradient of it and others have none.
+            VerifyError: some ranks have a gradient for a parameter and others have none.
         """
         found: dict[str, list[torch.Tensor]] = {}
         for (name, _), parts in self._leaves.items():
