@@ -103,13 +103,13 @@ class StepPlan:
     exchanges: tuple[RowExchange, ...] = ()
     """Row exchanges in the order of (source, producer, target, consumer), then of the producer's results."""
     num_tokens: int = 0
-    """Number of valid tokens of all microbatches, which the loss stages check; 0 if tokens are not counted."""
+    """Number of tokens with a label, over all microbatches; the loss stages check it. 0 if tokens are not counted."""
     update: bool = True
     """True if parameters are updated after this plan. If False, gradients accumulate up to a later plan that updates."""
     total_weight: float = 1.0
     """Sum of the loss weights of all valid tokens (or of all samples); 1 if a step has one plan.
 
-    Gradients are divided by the sum over the plans of a step.
+    Gradients are divided by the sum of `total_weight` over the plans of a step.
     """
     actions: tuple[str, ...] = ()
     """Actions of each rank in order, as `Schedule` prints them; ranks above the last rank with a stage have no entry."""

@@ -140,7 +140,7 @@ def _summary_of(name: str) -> str:
 
 
 def _command_of(name: str) -> Any:
-    """Import a command."""
+    """Import command `name`, and return it as a click command."""
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     module, _, function_name = COMMANDS[name].partition(":")
     function = vars(import_module(module))[function_name]

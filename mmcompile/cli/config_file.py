@@ -68,7 +68,7 @@ def dump_config(sections: Mapping[str, Any]) -> None:
 
 
 def _parsed(path: Path) -> Mapping[str, Any]:
-    """Return the mapping in a YAML or TOML file. Raises ConfigError."""
+    """Return the mapping in a YAML or TOML file. Raises ConfigError if it cannot be read or holds no mapping."""
     try:
         text = path.read_text()
         if path.suffix == ".toml":

@@ -35,7 +35,7 @@ class TextInputs:
 
 
 def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """Return `input_ids` with placeholders set to 0 for the lookup: their ids may exceed the table; features replace them."""
+    """Return `input_ids` with 0 for placeholders, whose ids may exceed the embedding table; features replace their embeddings."""
     return input_ids.masked_fill(_is_placeholder(input_ids, placeholders), 0)
 
 

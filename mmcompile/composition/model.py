@@ -27,7 +27,7 @@ class ComposedModel(JoinedModel):
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write each part to a sub-folder of `folder`, and the manifest; layout in `mmcompile.composition.storage`."""
+        """Write the model to `folder`, with the weights of `state_dict` if given; layout in `mmcompile.composition.storage`."""
         storage.save(self, folder, state_dict)
 
     @classmethod

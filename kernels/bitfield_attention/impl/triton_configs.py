@@ -28,7 +28,7 @@ class Config:
     block_n: int
     """Number of keys in a tile."""
     block_g: int
-    """Size of the sub-tiles in which a GENERAL tile is computed; smaller than a tile, as its mask takes registers."""
+    """Keys (in `key_gradients` queries) per sub-tile of a GENERAL tile; fewer than in a tile, as its mask takes registers."""
     num_warps: int
     num_stages: int
     """Number of tiles in flight: loads run this many tiles ahead."""

@@ -28,8 +28,8 @@ def gathered_heads(
         head_stride: number of heads gathered at a time, at least 1; the last gather may have fewer.
 
     Yields:
-        (slice of heads, their keys [B, heads, P * T, D] and their values [B, heads, P * T, Dv]): views of a buffer that
-        is overwritten once the caller asks for the heads after the next.
+        (slice of heads, their keys [B, heads, P * T, D] and their values [B, heads, P * T, Dv]) of all P ranks: views of a
+        buffer that is overwritten once the caller asks for the heads after the next.
     """
     parts = [slice(first, min(first + head_stride, k.shape[1])) for first in range(0, k.shape[1], head_stride)]
     space = [k.new_empty(_message_size(k, v, head_stride) * num_ranks) for _ in parts[:2]]

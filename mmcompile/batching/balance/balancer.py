@@ -109,11 +109,11 @@ def together(
 
 
 def shared(costs: SampleCosts, row: int, microbatch: np.ndarray, num_replicas: int, share: Share = lpt) -> np.ndarray:
-    """Return replicas that divide each microbatch's samples: int64 [samples], 0 for samples without work in the component.
+    """Divide each microbatch's samples among a component's replicas; return the replicas, int64 [samples], 0 without work.
 
     Args:
         row: index of the component.
-        microbatch: int [samples].
+        microbatch: microbatch of each sample, int [samples].
     """
     weights = costs.costs[row]
     return shared_by(microbatch, weights > 0, num_replicas, lambda members, count: share(weights[members], count))
@@ -122,7 +122,7 @@ def shared(costs: SampleCosts, row: int, microbatch: np.ndarray, num_replicas: i
 def shared_by(
     microbatch: np.ndarray, takes_part: np.ndarray, num_replicas: int, share: Callable[[np.ndarray, int], np.ndarray]
 ) -> np.ndarray:
-    """Return replicas that divide each microbatch's samples: int64 [samples], 0 for samples without work in the component.
+    """Divide each microbatch's samples among a component's replicas; return the replicas, int64 [samples], 0 without work.
 
     Args:
         takes_part: bool [samples], True for samples with work in the component.

@@ -34,12 +34,12 @@ class Limits:
 def better_buckets(
     shares: np.ndarray, num_times: int, num_buckets: int, height: float, limits: Limits
 ) -> tuple[np.ndarray | None, bool]:
-    """Return a partition whose highest bucket is lower than `height`.
+    """Search a partition of samples into buckets in which the largest relative time of a bucket is below `height`.
 
     Args:
         shares: float64 [samples, columns]: relative times, then shares of the memory limit.
         num_times: number of leading columns that are times.
-        height: height of the highest bucket of a known partition.
+        height: largest time of any bucket in a known partition, relative like `shares`.
 
     Returns:
         The bucket of each sample, int64 [samples], or None if no partition is lower or a limit was reached; and True if it is

@@ -21,7 +21,7 @@ def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> 
     Args:
         weights: [samples], none negative. Equal weights are taken in order of samples.
         num_bins: bins; of equally light ones the first is taken.
-        start: load [bins] that is there before; zeros if not given.
+        start: load of each bin beforehand, [bins]; zeros if not given.
     """
     order = np.argsort(-weights, kind="stable")
     return place_in_order(weights, order, num_bins, start)
@@ -37,7 +37,7 @@ def place_in_order(
     Args:
         weights: [samples].
         order: int [taken]: samples to place, first to last; the others get bin -1.
-        start: load [bins] that is there before; zeros if not given.
+        start: load of each bin beforehand, [bins]; zeros if not given.
     """
     loads = np.zeros(num_bins) if start is None else np.array(start, dtype=np.float64)
     sorted_weights = weights[order].astype(np.float64)
@@ -57,7 +57,7 @@ def place_in_order(
 
 
 def _round(loads: np.ndarray, weights: np.ndarray, bins: np.ndarray, done: int) -> int:
-    """Place samples from `done` on, one per bin by ascending load, until a used bin would be lightest; return their number."""
+    """Place samples from `done` on, one per bin by ascending load, until a bin used here is lightest; return how many."""
     lightest = np.argsort(loads, kind="stable")[: len(weights) - done]
     sums = loads[lightest]
     after = sums + weights[done : done + len(lightest)]

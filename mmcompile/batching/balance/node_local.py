@@ -19,8 +19,8 @@ from mmcompile.errors import ConfigError
 class NodeLocal(Balancer):
     """Balancer that equalizes node loads by moving few samples, then balances the ranks of each node by LPT, per component.
 
-    A component is balanced by LPT over all its replicas, as in `PostBalance`, if its largest load then exceeds the lower bound by
-    more than the tolerance, or if it has another number of replicas than the last component.
+    Two kinds of components are balanced by LPT over all replicas instead, as in `PostBalance`: those whose largest load would
+    exceed the lower bound by more than the tolerance, and those whose number of replicas is not that of the last component.
 
     Goes further than OrchMLLM's node-wise rearrangement (§5.2.2), which makes batches first and then chooses their ranks.
     """

@@ -78,7 +78,7 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Return the shape of a plan's predictions: a component is a balance group, a message takes the mean time of all links.
+        """Return the step shape of a plan: components are its balance groups, every message takes the mean time of its links.
 
         Raises:
             PlanError: chains of one balance group differ in replicas, or a balance group is predicted to take 0 s.

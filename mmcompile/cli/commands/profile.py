@@ -83,7 +83,7 @@ def profile(
 
 
 def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers in a text such as `64,256`, ascending; `default` for None. Raises ConfigError."""
+    """Return the numbers in a text such as `64,256`, ascending; `default` for None. Raises ConfigError for another text."""
     if text is None:
         return tuple(default)
     parts = [part.strip() for part in text.split(",")]
