@@ -22,7 +22,7 @@ from mmcompile.errors import BatchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccumulatedStep:
-    """Totals of the parts of a step computed so far, before the parameters are updated."""
+    """Counts of the parts and samples of a step computed so far, before its update, and the unit of its loss weights."""
 
     num_parts: int = 0
     num_samples: int = 0

@@ -22,7 +22,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StageWork:
-    """Work of a stage's replica in a microbatch that the stage's other replicas must do too."""
+    """Work of one replica of a stage in one microbatch; the stage's other replicas must do the same work."""
 
     gathered: tuple[str, ...]
     """Names of the parameters gathered, in order."""

@@ -100,5 +100,5 @@ def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
 
 
 def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:
-    """Evaluate a polynomial in each sample's rows without its constant term, the cost of a microbatch: float64 [samples]."""
+    """Return a polynomial of each sample's rows, without its constant term (fixed cost of a microbatch): float64 [samples]."""
     return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares

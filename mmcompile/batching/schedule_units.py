@@ -12,7 +12,7 @@ from mmcompile.planner.plan.placement import PlacedStage, lockstep_of
 from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
 
 _Replica = tuple[str, int]
-"""(balance group, replica)."""
+"""(name of a balance group, index of a replica of it)."""
 
 
 def flow_of(programs: PatternPrograms, stages: Sequence[str]) -> Flow:

@@ -1,4 +1,4 @@
-"""Training samples from what a user typed."""
+"""Training samples of the dataset that a user named (`--data`)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Probe:
     hidden_size: int
     layout: FeatureLayout
     inputs: Mapping[str, Tensor]
-    """Parameter name of the encoder -> value in the probe."""
+    """Parameter name of the encoder -> example value that the encoder was run on."""
 
 
 def probe(name: str, encoder: Encoder, callbacks: Callbacks) -> Probe:

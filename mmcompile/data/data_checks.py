@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def named(dataset: object) -> str:
-    """Return the name of a dataset for messages."""
+    """Return the words that name a dataset in messages: `the`, and its class name."""
     return f"the {type(dataset).__name__}"
 
 

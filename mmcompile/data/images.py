@@ -82,7 +82,7 @@ class PatchRule:
 
     @property
     def step(self) -> int:
-        """Number of pixels that image sides are multiples of."""
+        """Number of pixels, `patch * merge`, that the sides of resized images are multiples of."""
         return self.patch * self.merge
 
     def images(self, width: int, height: int) -> tuple[int, ...]:

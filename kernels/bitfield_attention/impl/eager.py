@@ -166,7 +166,7 @@ def _space(q: torch.Tensor, plan: BlockPlan, dtype: torch.dtype) -> torch.Tensor
 
 
 def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor [B, H, T, D] as contiguous [B H, T, D]."""
+    """Return a tensor [B, H, T, D] as contiguous [B H, T, D] in `dtype`."""
     return x.to(dtype).contiguous().flatten(0, 1)
 
 

@@ -74,7 +74,7 @@ def _split_costs(tiles: np.ndarray, cap: int) -> np.ndarray:
 
 
 def _makespan(costs: np.ndarray, programs: int, heads: int) -> float:
-    """Return the finish time, in tiles, of items that cost `costs` tiles and start longest first, each once per head.
+    """Return the finish time, in tile times, of items that take `costs` tile times and start longest first, each once per head.
 
     Items are given to programs in rounds: one item to each program, the longest to the least loaded one. Items
     shorter than 1 % of the ideal time fill the programs evenly.

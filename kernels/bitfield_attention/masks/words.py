@@ -88,15 +88,15 @@ class MaskWords:
     """Words and positions of the queries and keys of one attention call; evaluates the mask of any tile of them."""
 
     words: torch.Tensor
-    """[B, Tq] int64."""
+    """Mask words of the queries, int64 [B, Tq]."""
     positions: torch.Tensor
-    """[B, Tq] integers."""
+    """Positions of the queries, integers [B, Tq]."""
     kv_words: torch.Tensor
-    """[B, Tk] int64."""
+    """Mask words of the keys, int64 [B, Tk]."""
     kv_positions: torch.Tensor
-    """[B, Tk] integers."""
+    """Positions of the keys, integers [B, Tk]."""
     window: int | None = None
-    """Causal reach in tokens, or None."""
+    """Number of tokens that the causal term reaches back; None for no limit."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

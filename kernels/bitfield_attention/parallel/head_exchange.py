@@ -1,7 +1,7 @@
 """Communication of context-parallel attention: gathers of key/value heads, and sums of their gradients.
 
 A message holds a few heads of one rank's tokens, K and V of a token side by side: [local tokens, B, heads, D + Dv].
-Messages of all ranks one after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.
+So the messages of all P ranks, one after the other, need no copy to be read as keys [B, heads, P * local tokens, D].
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> 
 
 
 def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
-    """Return the finish time, in tiles, of one launch.
+    """Return the finish time of one launch, as a number of tile times.
 
     Args:
         tiles: [blocks] number of tiles of each block of queries.

@@ -33,7 +33,7 @@ class Arrival(Balancer):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SortedRoundRobin(Balancer):
-    """Balancer that sorts samples by descending length and deals them out to buckets in turn. Bucket 0 ends heaviest."""
+    """Balancer that deals samples, by descending length, to (replica, microbatch) buckets in turn. Bucket 0 ends heaviest."""
 
     name: ClassVar[str] = "sorted-round-robin"
 

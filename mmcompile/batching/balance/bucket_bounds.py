@@ -50,7 +50,7 @@ def bottleneck(assignment: Assignment, costs: SampleCosts) -> float:
 
 
 def imbalance(assignment: Assignment, costs: SampleCosts) -> float:
-    """Return the relative excess of the slowest microbatch, or of the slowest replica in all microbatches, over the lower bound.
+    """Return the relative excess over its lower bound, of the slowest microbatch or of the slowest replica (all microbatches).
 
     Returns:
         The larger of the two excesses as a fraction: 0.25 is 25%. The lower bound cannot always be reached, so 0 is not always

@@ -254,7 +254,7 @@ class _Learned:
         return np.where(self._keys[position] == keys, self._factors[position], 1.0)
 
     def _grow(self, keys: np.ndarray) -> None:
-        """Add rows and columns for buckets not seen before to the normal equations."""
+        """Add a row and a column to the normal equations for each shape bucket in `keys` that was not seen before."""
         together = np.union1d(self._keys, keys)
         kept = np.searchsorted(together, self._keys)
         gram, moment, factors = np.zeros((len(together),) * 2), np.zeros(len(together)), np.ones(len(together))

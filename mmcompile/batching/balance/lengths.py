@@ -1,9 +1,9 @@
 """Batches of sequences by length, one batch a bin: OrchMLLM's algorithms for what a batch costs in different models.
 
-With L the tokens of a batch that are computed, b its sequences and l their lengths, a batch costs alpha L plus an attention
-term (OrchMLLM Eq. 2 and Appendix A):
+With L the number of tokens of a batch that are computed, b that of its sequences, l their lengths, and constants alpha and beta,
+a batch costs alpha L plus an attention term (OrchMLLM Eq. 2 and Appendix A):
 
-    packed       L = sum l      beta sum l^2        Algorithm 1 (`lpt`), and 4 where the square matters
+    packed       L = sum l      beta sum l^2        Algorithm 1 (`lpt`); 4 if l^2 is not negligible
     padded       L = b max l    beta L^2 / b        Algorithm 2
     convolution  L = sum l      beta b (max l)^2    Algorithm 5: only the attention is padded
 """

@@ -1,4 +1,4 @@
-"""Post-balancing: each component's samples are balanced over its replicas by themselves, after the step's samples are drawn."""
+"""Post-balancing: once a step's samples are drawn, each component balances them over its replicas independently."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 _SPARE = 3
-"""Number of empty places in the fullest bucket: to move a sample, it is exchanged with an empty place."""
+"""Number of dummy samples of weight 0 in the fullest bucket, more in others: exchanging a sample with a dummy moves it."""
 _LEAST_GAIN = 1e-12
 OVER = 100.0
 """Factor that ranks buckets over their memory limit first: their height is this times the memory share, not a relative time."""

@@ -1,4 +1,4 @@
-"""`mmcompile check`: pre-flight."""
+"""`mmcompile check`: problems of a training run, found before it starts."""
 
 from __future__ import annotations
 
