@@ -119,7 +119,7 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
 
 
 def _readable(found: Sequence[Candidate], constraints: Sequence[Constraint]) -> Iterator[Candidate]:
-    """Yield candidates whose chains have all names in the constraints, as those depend on the placement of projectors."""
+    """Yield candidates whose chains have all names in the constraints; chains and so names depend on the projector placement."""
     refusal: ConfigError | None = None
     readable = 0
     for judged in found:

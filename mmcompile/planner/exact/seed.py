@@ -91,7 +91,7 @@ class _ChainSplits:
         return self.known[key]
 
     def _chain(self, chain: int, tail: int, count: int) -> dict[int, Split]:
-        """Return splits into 1 to `count` stages; demands on positions are applied as if there were exactly `count` stages."""
+        """Return splits into 1 to `count` stages; demands on a stage of given index, from the first, assume `count` stages."""
         costs = (_cost(self.problem, chain, tail, k, count) for k in range(1, count + 1))
         return {k: split for k, split in enumerate(cheapest_splits(costs), start=1) if split is not None}
 

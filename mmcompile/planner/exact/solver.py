@@ -39,7 +39,7 @@ class Exact:
     bound_s: float
     """Lower bound in s of the slowest stage, over all splits that meet the demands."""
     proved: bool
-    """True if Z3 proved that no split is faster than this one."""
+    """True if Z3 proved that no split has a faster slowest stage."""
     seconds: float
     """Seconds that the solver took."""
 

@@ -77,7 +77,7 @@ def chain_sets(
         costs: component name -> one cost for each layer; only the number of costs is read.
         projector: placement of projectors; None tries all three. A projector with several producers (consumers) cannot
             join one, and stays alone.
-        entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
+        entries: component names (producer, consumer) -> index of the consumer's first layer that reads the producer, 0 if absent.
 
     Raises:
         PlanError: costs and components do not match, or the components have no single end.

@@ -94,11 +94,10 @@ def equal_microbatches(case: Case) -> Case:
 
 
 def equal_stages(case: Case) -> Case:
-    """Return the case in which every rank computes for the mean seconds of all ranks, with mean shares of forward and backward.
+    """Return the case in which every rank computes for the mean seconds of all ranks, with the mean share of backward.
 
-    Microbatches must be equal already, as from `equal_microbatches`. Ranks that only run forwards keep doing so, and have a mean
-    share of their own. Stages on the same rank divide its seconds in proportion to their former ones. Stages without microbatches
-    count as well.
+    Microbatches must be equal already, as from `equal_microbatches`. Ranks without backward keep having none. Stages on the same
+    rank divide its seconds in proportion to their former ones. Ranks without work count in the mean, and get forwards.
     """
     if not case.flows:
         return case
@@ -127,7 +126,7 @@ def equal_stages(case: Case) -> Case:
 def _part(wanted: LayerTimes, own: LayerTimes, total: LayerTimes, count: int) -> LayerTimes:
     """Return a stage's part of its rank's new seconds `wanted`, in proportion to its part `own` of the old seconds `total`.
 
-    Where the rank had no forwards, each of its `count` stages gets an equal part.
+    Where the rank had no forwards, each of its `count` stages gets an equal part of the forward seconds.
     """
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0

@@ -25,7 +25,7 @@ class LinkMessages:
 def measured_step(
     stages: Sequence[Placed], times: Mapping[str, LayerTimes], messages: Sequence[LinkMessages], runtime: RuntimeCosts
 ) -> tuple[Flow, dict[str, LayerTimes], dict[tuple[str, str], float]]:
-    """Return a simulation's inputs for a step of the engine, in which every microbatch passes through every stage.
+    """Return a simulation's inputs for a step of the runtime, in which every microbatch passes through every stage.
 
     Args:
         stages: stages, each placed on one rank.
@@ -50,7 +50,7 @@ def measured_step(
 
 
 def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> LayerTimes:
-    """Return a stage's duration in the engine: its layers' (`own`), the runtime's overhead, and its rank's work on messages."""
+    """Return a stage's duration in the runtime: its layers' (`own`), the overhead of actions, and its rank's work on messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
     has_backward = own.backward_s > 0

@@ -326,7 +326,7 @@ def _crossing(
 def _message_orders(
     edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]
 ) -> tuple[MessageOrder, MessageOrder]:
-    """Return two orders of messages between units, of forward tensors and of gradients, where stages are on different ranks."""
+    """Return the orders of forward messages and of gradient messages between units, for stages on different ranks."""
     crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
     values = ((source, target) for source, target, _ in crossing)
     gradients = ((target, source) for source, target, gradient in crossing if gradient)

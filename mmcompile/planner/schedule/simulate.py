@@ -100,7 +100,7 @@ def simulate(
 
 
 _Seconds = Sequence[Sequence[float] | Mapping[int, float]]
-"""Seconds of F, B, I and W of a stage, each microbatch number -> seconds."""
+"""Four entries, for F, B, I and W in a stage: microbatch number -> seconds."""
 _parts = attrgetter("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
 

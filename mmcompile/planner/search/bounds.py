@@ -69,7 +69,7 @@ def _gap(
 
 
 def expected_s(candidates: Sequence[Candidate]) -> list[float]:
-    """Return the seconds of a step of each candidate: the mean over its draws of random samples, with the gradient reduction.
+    """Return the mean seconds of each candidate's step over draws of random samples, with gradient reduction and optimizer.
 
     The makespans are those of the simulator, for candidates whose stages do not share ranks.
     """
@@ -106,13 +106,13 @@ class _Union:
     """Tick of the first backward of each stage, [stages]."""
     backward: NDArray[np.bool_]
     into: Index
-    """Entry [s, :]: indices of the edges into stage s, [stages, largest in-degree], filled up with the number of edges."""
+    """Entry [s, :]: indices of the edges into stage s, padded with the number of edges, [stages, largest in-degree]."""
     out: Index
-    """Entry [s, :]: indices of edges out of stage s that return gradients, [stages, most], filled up with the number of edges."""
+    """Entry [s, :]: indices of edges out of stage s that return gradients, padded with the number of edges, [stages, most]."""
     source: Index
-    """Stage that sends forward over each edge, [edges]."""
+    """Index of the stage that sends forward over each edge, [edges]."""
     target: Index
-    """Stage that sends a gradient back over each edge, [edges]; the number of stages for edges without gradient."""
+    """Index of the stage that sends a gradient back over each edge, [edges]; the number of stages for edges without gradient."""
     link_s: Array
 
     @classmethod
@@ -178,7 +178,7 @@ class _Union:
             seconds: seconds of each microbatch, [draws, stages, microbatches].
             arrived: seconds at which each message has arrived, [draws, edges + 1, microbatches + 1].
             awaited: indices of the edges over which each stage receives, [stages, most].
-            ends: stage that sends over each edge, the number of stages for none, [edges].
+            ends: index of the stage that sends over each edge, [edges]; the number of stages for none.
 
         Returns:
             Stages that run, and the microbatch of each.

@@ -41,7 +41,7 @@ _SPREAD_COST = 0.4
 _MAX_PAIRS = 64
 """Number of pairs (chain set, setting) up to which every pair is listed."""
 _NEAR = 1.3
-"""Factor over the least guess, within which pairs of a chain set and a setting are kept if there are too many."""
+"""Largest ratio to the least guess of a step at which a pair (chain set, setting) is kept, if there are too many pairs."""
 _KEPT = 2
 """Number of encoder options (degrees and stage count) combined with each option of the last chain when not all are listed."""
 _KEPT_EACH = 48
@@ -150,7 +150,7 @@ class Combinations:
         return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
 
     def _price(self) -> None:
-        """Price every chain in all its layouts, many at a time, and keep the prices in the problem."""
+        """Price every chain for all its degrees and all settings, many at a time, and keep the prices in the problem."""
         chains = {
             (chain, decided): chain is each.chains[-1]
             for each in self.problem.sets

@@ -199,7 +199,7 @@ def _batch(problem: Problem) -> int:
 
 
 def _share(problem: Problem) -> int:
-    """Return the number of samples of one replica in a step, with the fewest replicas that the space allows."""
+    """Return the number of samples of one replica in a step, with the fewest replicas that the search space allows."""
     return _batch(problem) // min(problem.space.dp or (1,))
 
 
@@ -262,7 +262,7 @@ def trains_more(problem: Problem) -> bool:
 
 
 def projector_only(problem: Problem) -> Problem:
-    """Return the problem with all but its projectors frozen and costs computed anew; the graph's own annotations are restored."""
+    """Return the problem with all but projectors frozen and new costs; the graph's annotations, changed by that, are restored."""
     graph = problem.graph
     names = _projectors(problem)
     specs = (replace(spec, trainable=spec.name in names) for spec in graph.parameters)

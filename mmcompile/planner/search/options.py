@@ -133,7 +133,7 @@ class OptionTables:
         self.too_big.setdefault(text, shortage)
 
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
-        """Return the least seconds of the slowest of 1, 2, ... stages, [most]; infinite where stages do not fit the memory."""
+        """Return a lower bound of the slowest stage's seconds for 1, 2, ... stages, [most]; infinite if too big for memory."""
         key = (priced, setting.schedule, min(setting.num_microbatches, 2 * most + 1), most, last)
         if key in self._slowest:
             return self._slowest[key]
@@ -214,7 +214,7 @@ class JoinedEncoders:
     def of(
         cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
     ) -> JoinedEncoders:
-        """Return the joint options of all encoders, given those of each: all of them if `everything`, else only the best."""
+        """Return the joint options of encoders from those of each: all if `everything`, else only those that no other beats."""
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero

@@ -187,7 +187,7 @@ def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
 
 
 def _closest(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
-    """Yield the fastest combinations that lost to `best`: first the fastest of every other projector placement."""
+    """Yield the fastest combinations besides `best`: first the fastest of every other projector placement."""
     many = engine.problem.global_batch is not None
     # (seconds, combination, whether it was simulated)
     losers = [(own.iteration_s, own.combination, True) for own in engine.judged if own is not best]
@@ -238,7 +238,7 @@ def sample_rates(
 
     Args:
         geometries: component name -> geometry of its samples.
-        pricing: prices that hold at every load, where those of the candidate's problem hold at one load only.
+        pricing: prices that hold at every load; None if those of the candidate's problem do.
     """
     problem, setting = candidate.problem, candidate.setting
     pricing = pricing or problem.pricing

@@ -117,7 +117,7 @@ class StageTables:
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
-        """Return what to subtract from `held`, [N+1]: the stage of layers i..j-1 holds `held[j] - held_before[i]` bytes."""
+        """Return bytes to subtract from `held`, [N+1]: the stage of layers i..j-1 holds `held[j] - held_before[i]` bytes."""
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:

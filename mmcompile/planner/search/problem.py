@@ -235,7 +235,7 @@ class Problem:
     replicas_follow: bool = False
     """True if chains without decided replicas have the last chain's number (1 if not named); False if the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
+    """Component names (producer, consumer) -> index of the consumer's first layer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")
     """Seconds of the fastest step known so far; candidates with a longer step need not be proposed."""
 

@@ -86,7 +86,7 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """[points, columns]. A stage's columns: 1 if no layer recomputes, else 0; then the layers of each kind in each variant."""
+    """[points, columns]. Columns of a stage: 1 if no layer recomputes, else 0; then the count of layers by kind and variant."""
 
     @classmethod
     def of(

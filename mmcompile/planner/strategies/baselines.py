@@ -115,7 +115,7 @@ class Frame:
 
     @property
     def guess_s(self) -> float:
-        """Guess of a step in s: `bound_s` with the pipeline filled and drained, and stages waiting for unequal microbatches."""
+        """Guess of a step in s: `bound_s`, and the idle time as the pipeline fills and drains and as microbatches are unequal."""
         stages = min(self.num_stages, sum(len(chain.layers) for chain in self.lines.apart[0].chains))
         return even_guess_s(self.lines.problem, self._priced, self.setting, stages)
 

@@ -97,7 +97,7 @@ def allocate(work: Mapping[str, float], devices: int, minimum: int = 1) -> dict[
         work: component -> seconds, FLOPs or any other measure of work.
 
     Raises:
-        ConfigError: fewer devices than the minimum takes, or work that is negative or zero in all.
+        ConfigError: fewer devices than the minimum for all components, negative work, or no work at all.
     """
     if devices < minimum * len(work):
         raise ConfigError(
