@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -40,6 +40,7 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.collate import Sample, Value
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
+from mmcompile.ir.capture import verified
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.parameter_patterns import matches
@@ -55,7 +56,11 @@ from mmcompile.runtime.launch.background_balancer import BackgroundBalancer, Rec
 
 
 def capture(
-    model: nn.Module | str | Path, batch: Mapping[str, Any] | None = None, dynamic: Mapping[str, Any] | None = None
+    model: nn.Module | str | Path,
+    batch: Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Any] | None = None,
+    *,
+    verify: Literal["structure", "gradients"] = "structure",
 ) -> ModelGraph:
     """Capture the training step of a model as a graph of components and layers, with gradient flow annotated.
 
@@ -65,12 +70,19 @@ def capture(
         batch: what the model is called with, by name; at best two samples or more, with every modality in it. Made from the
             config for Hugging Face models of common conventions when not given.
         dynamic: a second batch: sizes in which it differs stay symbolic where the model's code allows.
+        verify: "structure" compares which parameters get a gradient with autograd's record of the model's forward; "gradients"
+            also runs model and graph on the batch and compares loss and all gradients.
 
     Raises:
         BatchError: the model refuses the batch.
-        CaptureError: the model cannot be captured; the message has the reasons.
+        CaptureError: the model cannot be captured, or the graph differs from it; the message has the reasons.
+        ConfigError: gradients of a model without weights cannot be compared.
     """
-    return captured_step(*built(model, batch), dynamic).graph
+    module, given = built(model, batch)
+    captured = captured_step(module, given, dynamic)
+    if verify == "gradients":
+        verified(module, given, captured)
+    return captured.graph
 
 
 def freeze(model: nn.Module, train: str | Sequence[str]) -> None:

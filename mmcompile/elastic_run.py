@@ -24,6 +24,7 @@ from mmcompile.data.batches import Batches
 from mmcompile.data.collate import Sample
 from mmcompile.data.collate import collate as padded
 from mmcompile.errors import ConfigError, PlanError
+from mmcompile.ir.functional import changed_buffers
 from mmcompile.planner.plan.by_layers import by_layers
 from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
@@ -162,6 +163,11 @@ def elastic_job(
     subject = CapturedModel.of(model, batch)
     captured = subject.capture()
     check_fingerprint(plan, fingerprint_of(captured.graph))
+    if changed := changed_buffers(captured.graph.calls):
+        raise ConfigError(
+            f"the model changes buffers in its forward ({', '.join(sorted(changed)[:3])}), whose values are lost with a node; "
+            "put these modules in eval mode, or train without fault tolerance"
+        )
     layers = by_layers(plan)
     patterns = Patterns(model, layers, captured, subject.batch, on_capture)
     pads = padding(model) if pad is None else pad

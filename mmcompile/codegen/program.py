@@ -56,6 +56,8 @@ class StageProgram:
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
     """Original names of the model buffers that the stage reads."""
+    changed: tuple[str, ...] = ()
+    """Original names of the buffers that a forward changes (running statistics, counters)."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     """Values known at capture, by attribute name."""
     is_loss: bool = False

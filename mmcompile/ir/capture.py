@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmcompile.errors import BatchError, CaptureError
+from mmcompile.errors import BatchError, CaptureError, ConfigError
 from mmcompile.ir.capture_errors import explained
+from mmcompile.ir.compat import fake_mode_of
 from mmcompile.ir.components import find_structure
-from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name
+from mmcompile.ir.gradient_proof import GradientDifference, gradient_difference
+from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name, torch_dtype
 from mmcompile.ir.host_shapes import HostProgram
 from mmcompile.ir.inputs import FlatBatch, completed
 from mmcompile.ir.sizes import Sizes, spec_of
-from mmcompile.ir.trace import Trace, export_step
+from mmcompile.ir.trace import Trace, export_step, loss_of
+from mmcompile.ir.tracing_context import without_cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +84,31 @@ def capture(
     bound = trace.sizes.bind(tensors) or {}
     reads = trace.host.run({**tensors, **trace.sizes.size_inputs(bound)}).reads
     return Capture(graph=graph, host=trace.host, sizes=trace.sizes, reads=reads)
+
+
+def verified(model: nn.Module, batch: Mapping[str, Any], found: Capture) -> GradientDifference:
+    """Compare loss and all gradients of a capture with those of the model in eager mode, on the captured batch.
+
+    Raises:
+        ConfigError: the model has no weights.
+        CaptureError: they differ by more than rounding.
+    """
+    if fake_mode_of(model) is not None:
+        raise ConfigError(
+            f"{type(model).__name__} was built from its config, without weights: its gradients cannot be compared; give a model "
+            "with weights (on the command line, MODEL as package.module:function returning (model, batch))"
+        )
+    flat = completed(model, batch)
+    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    known = {**tensors, **found.sizes.size_inputs(found.sizes.bind(tensors) or {})}
+    known |= found.host.run(known).values
+    inputs = [known[str(node.target)] for node in found.graph.module.graph.nodes if node.op == "placeholder"]
+    with without_cache(model) as options:
+        difference = gradient_difference(
+            model, lambda: loss_of(model(**options, **flat.arguments(flat))), lambda: found.graph.module(*inputs)
+        )
+    difference.check(torch_dtype(found.graph.main_dtype))
+    return difference
 
 
 def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ counters) are state, and stay.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,6 +180,26 @@ class _Memory:
         self.present[node], self.captured[value] = value, node
         self.seen[node] = self.writes.get(self.base(node), 0)
         return value
+
+
+def changed_buffers(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+    """Return the buffers that nodes change, by name: in place, or as running statistics of a norm in training mode.
+
+    The value is a node that changes the buffer.
+    """
+    found: dict[str, fx.Node] = {}
+    for node in nodes:
+        changed: tuple[Any, ...] = ()
+        if node.op == "call_function" and is_mutating_op(node.target):
+            changed = node.args[:1]
+        elif node.target in (aten.batch_norm.default, aten.instance_norm.default) and node.args[5]:
+            changed = node.args[3:5]
+        for buffer in changed:
+            while isinstance(buffer, fx.Node) and buffer.op == "call_function":
+                buffer = buffer.all_input_nodes[0]
+            if isinstance(buffer, fx.Node) and buffer.op == "get_attr":
+                found[str(buffer.target)] = node
+    return found
 
 
 def _is_in_place(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Proof of a capture: the graph trains exactly the parameters that the model itself trains.
+"""Proof of a capture: the graph trains exactly the parameters that the model itself trains; with weights, by the same gradients.
 
 While a model is traced, autograd records its forward on fake tensors as it would in training. That record is independent of the
 graph: of the rewriting of in-place ops, of inlined `no_grad` regions, and of what was taken for a constant.
@@ -6,7 +6,9 @@ graph: of the rewriting of in-place ops, of inlined `no_grad` regions, and of wh
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,6 +95,75 @@ def _path(module: fx.GraphModule, parameter: str) -> str:
     """Return the path of the first module that reads a parameter, for messages."""
     users = (user for node in module.graph.nodes if node.target == parameter for user in node.users)
     return next((str(user.meta.get("module_path")) for user in users), "") or "the model's own forward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientDifference:
+    """Difference between loss and gradients of a graph and of its model in eager mode, on one batch."""
+
+    loss: float
+    """|graph - eager| / |eager|."""
+    gradient: float
+    """Largest over parameters of max|graph - eager| / max|eager|; max|eager| counts as at least 1% of the model's largest."""
+    worst: str
+    """Name of the parameter with the largest difference."""
+    num_parameters: int
+    """Number of parameters compared."""
+
+    def __str__(self) -> str:
+        worst = f" ({self.worst})" if self.worst else ""
+        return (
+            f"loss differs from eager by {self.loss:.1e}, gradients of {self.num_parameters} parameters by at most "
+            f"{self.gradient:.1e}{worst}"
+        )
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise CaptureError if the difference is beyond the rounding of a dtype."""
+        tolerance = max(math.sqrt(torch.finfo(dtype).eps) / 10, 1e-9)
+        if not (self.loss <= tolerance and self.gradient <= tolerance):
+            raise CaptureError(
+                f"the captured graph does not compute what the model computes: {self}; wanted at most {tolerance:.0e}. Please "
+                "report the model and the batch"
+            )
+
+
+def gradient_difference(
+    model: nn.Module, eager: Callable[[], Tensor], graph: Callable[[], Sequence[Tensor]]
+) -> GradientDifference:
+    """Run a model and its graph forward and backward, from the same seed, and compare; gradients and buffers stay as they were.
+
+    Args:
+        model: real weights.
+        eager: runs the model on the batch and returns its loss.
+        graph: runs the graph on the batch and returns (loss,) or (loss sum, number of tokens).
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def run(forward: Callable[[], Sequence[Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        results = forward()
+        loss = results[0] if len(results) == 1 else results[0] / results[1]
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        return float(loss.detach()), dict(zip(named, gradients, strict=True))
+
+    with torch.random.fork_rng(), torch.enable_grad():
+        (wanted, theirs), (loss, ours) = run(lambda: (eager(),)), run(graph)
+    largest = max((float(tensor.abs().max()) for tensor in theirs.values()), default=0.0)
+    errors = {
+        name: float((ours[name] - tensor).abs().max()) / max(float(tensor.abs().max()), largest / 100, 1e-30)
+        for name, tensor in theirs.items()
+    }
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name], default="")
+    return GradientDifference(
+        loss=abs(loss - wanted) / max(abs(wanted), 1e-30),
+        gradient=errors.get(worst, 0.0),
+        worst=worst,
+        num_parameters=len(named),
+    )
 
 
 class _OnFakes(fx.Interpreter):

@@ -91,13 +91,13 @@ class _LossOnly(nn.Module):
 
     def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
         if not any(isinstance(value, FakeTensor) for value in inputs.values()):
-            return _loss_of(self.model(**self._arguments(inputs)))
+            return loss_of(self.model(**self._arguments(inputs)))
         known = KnownValues()
         for name, value in inputs.items():
             if isinstance(value, FakeTensor):
                 known.learn(value, self._batch[name])
         with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(), known_values(known):
-            loss = _loss_of(self.model(**self._arguments(inputs)))
+            loss = loss_of(self.model(**self._arguments(inputs)))
         self._on_trace(trained_by(loss, dict(self.model.named_parameters())))
         return loss
 
@@ -113,7 +113,7 @@ def _named_forward(run: Any, names: list[str]) -> Any:
     return forward
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """Return the loss in a model's output: `.loss`, `["loss"]`, the first entry of a tuple, or the output itself."""
     loss = output
     if isinstance(output, Mapping):

@@ -58,6 +58,8 @@ class Controller:
         self._stages = setup.stages
         self._holders: dict[str, set[int]] = {}
         """Indices of the placed stages that hold each parameter or buffer, by name."""
+        self._changed: set[str] = set()
+        """Names of the buffers that stages change in their forward."""
         self._trainable: set[str] = set()
         self._sharded = setup.shard_optimizer
         self._num_bytes: dict[str, int] = {}
@@ -137,8 +139,11 @@ class Controller:
         self._waiting |= state
 
     def weights(self) -> dict[str, Tensor]:
-        """Return CPU copies of the current values of all trainable parameters that ranks hold, by original name."""
-        return self._parts.joined(self._gather("weights", self._trainable & self._holders.keys()))
+        """Return CPU copies of the current values of trainable parameters and changed buffers that ranks hold, by original name.
+
+        Of a buffer that replicas change, the value is that of the lowest rank, as in torch's DDP.
+        """
+        return self._parts.joined(self._gather("weights", self._trainable & self._holders.keys() | self._changed))
 
     def save(self, order: SaveOrder, values: Mapping[str, Tensor]) -> Saving:
         """Start a save on all ranks, and return it.
@@ -156,9 +161,10 @@ class Controller:
             copies=order.copies,
             names=balanced(owners, self._num_bytes),
         )
+        buffers = self._gather("weights", self._changed)
         self._announce(command)
         known = {order.tied.get(name, name) for name in self._held_names()}
-        absent = {name: tensor for name, tensor in values.items() if name not in known}
+        absent = {name: tensor for name, tensor in values.items() if name not in known} | buffers
         part = self.worker.part(command, lambda: self._not_held(absent))
         job = WholeJob(order=order, part=part, num_ranks=self._groups.world_size, restored=self._restored)
         return self.worker.checkpoints.begin(order.trainer.step, job.run)
@@ -263,6 +269,7 @@ class Controller:
         for index, program in placed.items():
             for name in _read(program):
                 self._holders.setdefault(name, set()).add(index)
+            self._changed.update(program.changed)
             for spec in program.parameters:
                 if spec.trainable:
                     self._trainable.add(spec.name)

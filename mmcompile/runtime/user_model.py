@@ -130,7 +130,7 @@ class UserModel:
                 raise CheckpointError(
                     f"{folder} has {name} as {dtype} {shape}; this model has {have.dtype} {tuple(have.shape)}"
                 )
-            if not have.requires_grad:
+            if isinstance(have, nn.Parameter) and not have.requires_grad:
                 raise CheckpointError(
                     f"{folder} trains {name}, which this model has frozen: train it, or export() the model"
                 )

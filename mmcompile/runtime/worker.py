@@ -207,7 +207,8 @@ class Worker:
         if command.what == "optimizer":
             return self.state.optimizer.state(names)
         self._gradients.settle()
-        return {name: self.state.parameters[name].detach() for name in names}
+        held = {**self.state.parameters, **self.state.buffers}
+        return {name: held[name].detach() for name in names}
 
     def step(self, command: Step, values: Sequence[Mapping[str, Tensor]] = ()) -> StepTotals:
         """Run this rank's part of a step, `compute` and, if parameters are to be updated, `apply`; return the totals."""

@@ -128,6 +128,15 @@ def test_plan_of_a_function_with_its_own_batch(run: Run) -> None:
     assert made.json["model"] == "Captioner"
 
 
+@pytest.mark.usefixtures("here")
+def test_check_compares_gradients_with_eager_if_asked(run: Run, tiny: Path) -> None:
+    compared = run("check", "toy:build_with_batch", "--numeric")
+    assert compared.code == 0, compared.err
+    assert "loss differs from eager by 0.0e+00, gradients of 11 parameters by at most 0.0e+00" in compared.out
+    refused = run("check", tiny, "--numeric")
+    assert refused.code == 1 and "was built from its config, without weights" in refused.err
+
+
 def test_samples_from_a_folder(tmp_path: Path) -> None:
     for index in range(3):
         extra = {"pixel_values": torch.zeros(1, 4)} if index == 2 else {}

@@ -15,9 +15,10 @@ from support.oracles.eager import Misfit, difference, eager_outcome, graph_outco
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import mmcompile as mm
 from mmcompile.errors import CaptureError
 from mmcompile.ir import functional, gradient_proof
-from mmcompile.ir.capture import capture
+from mmcompile.ir.capture import capture, verified
 
 Batch = dict[str, Any]
 
@@ -226,6 +227,27 @@ def test_the_proof_reads_autograds_own_record() -> None:
     model = Between(lambda h, given: h.detach())
     loss = model(**batch())["loss"]
     assert gradient_proof.trained_by(loss, dict(model.named_parameters())) == {"last.weight", "last.bias"}
+
+
+def test_gradients_and_loss_are_compared_with_eager_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Between(lambda h, given: _add(torch.zeros(6, 4), h, given["labels"]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    given = batch()
+    found = verified(model, given, capture(model, given))
+    assert found.num_parameters == len(list(model.parameters())) and found.gradient == found.loss == 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    right = functional._update
+
+    def doubled(graph: Any, node: Any, target: Any) -> Any:
+        return functional._call(graph, node, torch.ops.aten.mul.Tensor, right(graph, node, target), 2)
+
+    monkeypatch.setattr(functional, "_update", doubled)
+    mm.capture(model, given)  # the same parameters train
+    with pytest.raises(
+        CaptureError, match="not compute what the model computes: loss differs from eager by .* wanted"
+    ):
+        mm.capture(model, given, verify="gradients")
 
 
 # Randomness outside torch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,10 @@ from mmcompile.config import ExampleConfig, ModelConfig, PlanRequest
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
+from mmcompile.ir.capture import verified
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planning import PlanInputs
-from mmcompile.report.check import CheckReport
+from mmcompile.report.check import CheckReport, Finding
 from mmcompile.report.check import check as checked
 from mmcompile.report.study import study
 
@@ -39,6 +41,10 @@ def check(
     plan: Annotated[
         Path | None, typer.Option(help="Check this plan instead of making one.", show_default=False)
     ] = None,
+    numeric: Annotated[
+        bool,
+        typer.Option("--numeric", help="Compare loss and all gradients with eager mode; needs a model with weights."),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Check before training: does the worst sample fit, which stage is the straggler, what trains or only seems to?
@@ -49,7 +55,12 @@ def check(
         refuse_typed(context, _FIELDS, WITH_PLAN)
     loaded = None if plan is None else Plan.load(plan)
     dataset = None if stats is None else read_dataset(stats)
-    found = _checked(load_captured(model, config, example), dataset, loaded, request)
+    subject = load_captured(model, config, example)
+    found = _checked(subject, dataset, loaded, request)
+    if numeric:
+        with busy("comparing gradients"):
+            difference = verified(subject.model, subject.batch, subject.capture())
+        found = replace(found, findings=(*found.findings, Finding(severity="note", what=str(difference))))
     print_result(json, {"ok": found.ok, "findings": found.findings}, str(found))
     if not found.ok:
         raise typer.Exit(1)

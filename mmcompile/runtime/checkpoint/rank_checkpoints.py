@@ -82,7 +82,9 @@ class RankCheckpoints:
         """
         try:
             stored = Stored.find(Path(folder))
-            held = self.state.trainable.keys()
+            buffers = self.state.buffers.keys() & stored.index.weights.keys()
+            self._holdings |= {name: Holding(whole=name) for name in buffers}
+            held = self.state.trainable.keys() | buffers
             self._read = self._tensors(stored, weights=held, states=held & self.state.optimizer.updated.keys())
             self.trainer, self.data = stored.trainer, stored.data()
         except CheckpointError as error:
