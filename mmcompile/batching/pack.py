@@ -21,6 +21,9 @@ from mmcompile.data.collate import IGNORED_LABEL, Sample, Value, join, with_batc
 from mmcompile.errors import BatchError, PlanError
 from mmcompile.ir.inputs import document_positions
 
+_MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature", "input_values", "spatial_shapes")
+"""Words in the names of media, which may have as many rows and columns as there are tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packer:
@@ -131,7 +134,7 @@ def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
             continue
         if key == "position_ids":
             yield key, value.dim() - 1
-        elif value.shape[:2] == ids.shape and not (value.is_floating_point() and value.dim() > 2):
+        elif value.shape[:2] == ids.shape and not any(word in key for word in _MEDIA_WORDS):
             yield key, 1
 
 

@@ -14,7 +14,6 @@ from mmcompile.codegen.cut import GraphCut, StageCut, cut
 from mmcompile.codegen.pipeline import layer_choices
 from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.codegen.source import LayerChoices, stage_source
-from mmcompile.errors import PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.functional import changed_buffers
@@ -33,7 +32,6 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     parts = cut(graph, plan)
     shards = _Shards.of(graph, plan, parts)
     choices = layer_choices(graph, plan)
-    _check_not_recomputed(graph, choices)
     programs = {
         shard: shards.program(_program(graph, plan, parts, part, index % shards.tp[name], choices), index)
         for name, part in parts.stages.items()
@@ -45,19 +43,6 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
         programs={name: replace(program, pattern=digest) for name, program in programs.items()},
         per_token=graph.loss.per_token,
     )
-
-
-def _check_not_recomputed(graph: ModelGraph, choices: LayerChoices) -> None:
-    """Raise PlanError if a layer that changes buffers is recomputed: its second forward would count the batch twice."""
-    for name, node in changed_buffers(graph.calls).items():
-        found = info(node)
-        mode = "none" if found.component is None else choices.recompute.get((found.component, found.layer), "none")
-        if mode != "none":
-            raise PlanError(
-                f"{found.module_path or 'forward'} changes the buffer {name} in every forward (running statistics, a counter), "
-                f"and the plan recomputes its layer ({mode}), which would change it twice; plan with recompute='none', or put "
-                "the module in eval mode"
-            )
 
 
 def links(parts: GraphCut) -> tuple[Link, ...]:

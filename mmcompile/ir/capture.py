@@ -13,7 +13,7 @@ from mmcompile.errors import BatchError, CaptureError, ConfigError
 from mmcompile.ir.capture_errors import explained
 from mmcompile.ir.compat import fake_mode_of
 from mmcompile.ir.components import find_structure
-from mmcompile.ir.gradient_proof import GradientDifference, gradient_difference
+from mmcompile.ir.gradient_proof import GradientCheck, gradient_difference
 from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name, torch_dtype
 from mmcompile.ir.host_shapes import HostProgram
 from mmcompile.ir.inputs import FlatBatch, completed
@@ -86,7 +86,7 @@ def capture(
     return Capture(graph=graph, host=trace.host, sizes=trace.sizes, reads=reads)
 
 
-def verified(model: nn.Module, batch: Mapping[str, Any], found: Capture) -> GradientDifference:
+def verified(model: nn.Module, batch: Mapping[str, Any], found: Capture) -> GradientCheck:
     """Compare loss and all gradients of a capture with those of the model in eager mode, on the captured batch.
 
     Raises:

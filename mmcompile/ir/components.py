@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from mmcompile.ir.compat import is_mutating_op
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
 from mmcompile.ir.host_shapes import attribute
 
@@ -81,7 +82,8 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
         elif node.op == "call_function":
             floats = [reached for source in before if (reached := result[source]) is not None]
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if not floats and not random:
+            # A counter is changed once, by the stage that has the module.
+            if not floats and not random and not is_mutating_op(node.target):
                 result[node] = None
             elif node.target is torch.ops.aten.embedding.default and result[before[0]] is not None:
                 result[node] = frozenset().union(*floats, roots[before[-1]])

@@ -98,7 +98,7 @@ def _path(module: fx.GraphModule, parameter: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GradientDifference:
+class GradientCheck:
     """Difference between loss and gradients of a graph and of its model in eager mode, on one batch."""
 
     loss: float
@@ -129,7 +129,7 @@ class GradientDifference:
 
 def gradient_difference(
     model: nn.Module, eager: Callable[[], Tensor], graph: Callable[[], Sequence[Tensor]]
-) -> GradientDifference:
+) -> GradientCheck:
     """Run a model and its graph forward and backward, from the same seed, and compare; gradients and buffers stay as they were.
 
     Args:
@@ -158,7 +158,7 @@ def gradient_difference(
         for name, tensor in theirs.items()
     }
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name], default="")
-    return GradientDifference(
+    return GradientCheck(
         loss=abs(loss - wanted) / max(abs(wanted), 1e-30),
         gradient=errors.get(worst, 0.0),
         worst=worst,

@@ -16,6 +16,7 @@ from torch import fx
 
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.ir.compat import storage_of
+from mmcompile.ir.functional import changed_buffers
 from mmcompile.ir.graph import Component, ModelGraph, Place, annotate, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost.cost_table import SIZED, CostTable, GrowingCost
@@ -25,7 +26,7 @@ from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences, l
 from mmcompile.passes.cost.op_memory import EXCHANGES, Saved, is_view, saved_for_backward
 from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
 from mmcompile.passes.shared_values import needing_layers
-from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors, written
+from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors
 
 Work = Counter[tuple[str, Growth]]
 """Amounts by (field of `LayerCost`, growth with the load)."""
@@ -229,7 +230,7 @@ def _add_kept(
 
 def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
     """Let layers that change a buffer keep all activations in every recomputation mode, as they must not run twice."""
-    for place in {places[node] for node in places if written(node)}:
+    for place in {places[node] for node in changed_buffers(places).values()}:
         for growth in Growth:
             for name in ("selective_bytes", "full_bytes"):
                 sums[place][name, growth] = sums[place]["activation_bytes", growth]

@@ -9,11 +9,11 @@ from typing import ClassVar
 from torch import fx
 
 from mmcompile.config import Recompute
+from mmcompile.ir.functional import changed_buffers
 from mmcompile.ir.graph import ModelGraph, Place
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost.op_flops import op_flops
 from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
-from mmcompile.passes.values import written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,5 +43,5 @@ class Recomputed(Analysis[Mapping[Place, Recompute]]):
             return any(makes_gradient(node, operand, trainable) for operand in operands)
 
         found = graph.layer_nodes()
-        may = {place for place, own in found.items() if any(map(has_work, own)) and not any(map(written, own))}
+        may = {place for place, own in found.items() if any(map(has_work, own)) and not changed_buffers(own)}
         return {place: mode for place, mode in sorted(self.modes.items()) if mode != "none" and place in may}

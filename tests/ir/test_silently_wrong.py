@@ -244,9 +244,7 @@ def test_gradients_and_loss_are_compared_with_eager_if_asked(monkeypatch: pytest
 
     monkeypatch.setattr(functional, "_update", doubled)
     mm.capture(model, given)  # the same parameters train
-    with pytest.raises(
-        CaptureError, match="not compute what the model computes: loss differs from eager by .* wanted"
-    ):
+    with pytest.raises(CaptureError, match="not compute what the model computes: loss differs from eager by .* wanted"):
         mm.capture(model, given, verify="gradients")
 
 
