@@ -49,7 +49,7 @@ class LayerCost:
     shared_bytes: int = 0
     """Further bytes kept if a stage begins with this layer: values, such as masks, that are counted for an earlier layer."""
     unsaved_bytes: int = 0
-    """Further bytes that this layer keeps for layers that recompute: values that it is the first of several layers to read."""
+    """Further bytes kept if other layers recompute: values that several layers read, counted for the first of these."""
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""
     kept_kernels: int = 0

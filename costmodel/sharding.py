@@ -52,8 +52,8 @@ class TensorShare:
     def assumed(cls, cost: LayerCost) -> TensorShare:
         """Return the share assumed for a layer of which only the cost is known: all parameters are sharded.
 
-        Attention and what follows it are one block each. A block all-reduces its output in the forward and the gradient of its
-        input in the backward, both of the size of the layer's output.
+        Attention and the MLP behind it are one block each; other layers are one block. A block all-reduces its output in the
+        forward and the gradient of its input in the backward, both of the size of the layer's output.
         """
         blocks = 2 if cost.attention_flops else 1
         return cls(
@@ -135,7 +135,7 @@ def context_parallel(
 
     Each does its part of all work, with all parameters, and exchanges keys and values: it gathers those of the other
     ranks in the forward and again in the backward, and sends their gradients back in float32. With n groups of heads,
-    all exchanges but the first hide behind the attention of the group before; seconds that do not fit are exposed:
+    all exchanges but the first hide behind the attention of the group before. The exposed seconds are
 
         exposed = exchange / n + (1 - 1/n) max(0, exchange - attention)
 

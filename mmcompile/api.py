@@ -205,7 +205,7 @@ def _request(given: Mapping[str, Any]) -> PlanRequest:
 
 
 def _text(value: object) -> str:
-    """Return an option's value as text: name of a dataset or function, device of a calibration, else its text."""
+    """Return an option's value as text: name of a dataset or function, device of a calibration, else `str` of it."""
     match value:
         case DatasetStats():
             return value.name

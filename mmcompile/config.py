@@ -72,7 +72,7 @@ def _option(
     choices: tuple[str, ...] = (),
     search: Literal["always", "with global_batch"] | None = None,
 ) -> Any:
-    """Return a dataclass field with the properties of its command-line option beside type, default and help.
+    """Return a dataclass field with the properties of its command-line option, besides type, default and help.
 
     Args:
         default: value of an option that is not given.

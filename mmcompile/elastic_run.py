@@ -213,7 +213,7 @@ def _resilience(plan: Plan) -> Resilience:
 
 
 def compile_layers(job: ElasticJob) -> int:
-    """Compile each distinct layer of the first steps before workers are forked, which inherit it; return the number of graphs."""
+    """Compile each distinct layer of the first steps, so that workers forked later have it; return the number of graphs."""
     return warm_up(_first_microbatches(job), job.patterns.parameters())
 
 

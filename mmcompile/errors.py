@@ -43,7 +43,7 @@ class CheckpointError(MMCompileError):
 
 
 class OutputError(MMCompileError):
-    """A file could not be written (no such folder, no permission, disk full); a file of its name that was there is unchanged."""
+    """A file could not be written (no such folder, no permission, disk full); an existing file of that name is unchanged."""
 
 
 class EngineError(RuntimeError):

@@ -65,8 +65,8 @@ def run_planning_passes(
 
     Raises:
         ConfigError: autocast has no effect, or a pass of the user requires a property that no pass before it ensures.
-        MaskError: words cannot express the mask of `batch`.
-        VerifyError: a rewrite of the user broke a rule of graphs.
+        MaskError: mask words (one int64 a token) cannot express the mask of `batch`.
+        VerifyError: a pass of the user broke a rule of graphs.
     """
     found = run_on_capture(capture, _planning_passes(attention, autocast, own), batch)
     return found.capture, found.of(_COST)

@@ -23,7 +23,7 @@ Severity = Literal["problem", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
 _MAX_NAMES = 3
 _OPTIMIZER_COPIES = 3
-"""Bytes per byte of trainable parameter: its gradient and the two AdamW states, in the parameter's dtype."""
+"""Bytes of gradient and of AdamW's two states for each byte of a trainable parameter, if all have the parameter's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +189,7 @@ def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
 def _stage_bytes(
     study: Study, plan: Plan, chain: Chain, stage: Stage, pricing: Pricing, worst: Mapping[str, Load]
 ) -> int:
-    """Return a stage's peak bytes with one microbatch in flight of load `worst` (by component), and the others average."""
+    """Return a stage's peak bytes if one microbatch in flight has the loads `worst` (by component), the others average ones."""
     predicted = stage.prediction
     if not predicted.in_flight:
         return predicted.total_bytes

@@ -43,7 +43,7 @@ class Figure:
 
     @property
     def change(self) -> float | None:
-        """Relative change; for shares, the difference; None if the number was 0."""
+        """Relative change; for shares, the difference; None if the number was 0 before."""
         if self.unit == "share":
             return self.after - self.before
         return self.after / self.before - 1 if self.before else None

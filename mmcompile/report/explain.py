@@ -23,7 +23,7 @@ class Explanation:
 
     stage: str
     layer: str | None
-    """Module path of the requested layer."""
+    """Module path of the requested layer; None if a stage was requested."""
     chain: str
     layers: tuple[str, ...]
     """Module paths of the stage's layers, in order."""

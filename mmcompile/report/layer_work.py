@@ -29,7 +29,7 @@ _FIELDS: Mapping[str, str] = {
 """Fields of `LayerCost` whose polynomials are shown, with their labels."""
 _DIGITS = 4
 _TOKENS, _SQUARES = sympy.symbols("t q", nonnegative=True)
-"""Symbols of the rows of a microbatch, and of the sum of its squared lengths."""
+"""Symbols of the rows of a microbatch, and of the sum of its squared sequence lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

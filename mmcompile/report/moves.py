@@ -56,7 +56,7 @@ class Move:
 
 
 def equal_shares(plan: Plan) -> Shares:
-    """Return equal shares for the layers of each stage: a plan file alone has no others."""
+    """Return equal shares for the layers of each stage, as a plan has no costs of single layers."""
     counts = {stage.name: len(stage.layer_names) for stage in plan.stages}
     return {name: [_equal(1 / count)] * count for name, count in counts.items()}
 

@@ -45,7 +45,7 @@ class Replay:
     plan: Plan = field(repr=False)
     kind: ScheduleKind
     schedule: Schedule = field(repr=False)
-    """Schedule with one rank for each group."""
+    """Schedule with one simulated rank for each group."""
     groups: tuple[RankGroup, ...]
     timeline: Timeline
     flows: tuple[Flow, ...] = field(repr=False)

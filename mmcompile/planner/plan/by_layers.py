@@ -18,8 +18,8 @@ from mmcompile.planner.resilience.job import LayerId
 def by_layers(plan: Plan) -> Plan:
     """Return the plan with one stage for each layer, of one replica, all on rank 0.
 
-    Stages are named by chain and layer (`language_model.7`). Depths are longest paths in layers, as if every chain entered its
-    reader at the reader's first layer. Predictions are copied from the layer's former stage and must not be used.
+    Stages are named like `language_model.7`. A stage's depth is the number of layers behind it up to the loss, as if each chain
+    were read by the first layer of its reader. Predictions are copied from the layer's former stage and must not be used.
 
     Raises:
         PlanError: layers share tensors or tokens between ranks, or replicas share parameters.

@@ -29,7 +29,7 @@ class PlacedStage:
     tp: int = 1
     """Number of ranks that share the tensors of every layer. If a stage has more shards, they share its tokens too."""
     program: str = ""
-    """Name of the stage in programs, without the replica; "" if it equals `name`."""
+    """Name of the stage in stage programs, the same for all replicas; "" if it equals `name`."""
     tower: str = ""
     """Name of the stage's balance group: see `mmcompile.batching.step_plan`."""
     replica: int = 0
@@ -38,7 +38,7 @@ class PlacedStage:
 
     @property
     def program_name(self) -> str:
-        """Name of the stage in programs, without the replica."""
+        """Name of the stage in stage programs, the same for all replicas."""
         return self.program or self.name
 
     @property
@@ -159,7 +159,7 @@ def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
 
 
 def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
-    """Return groups of stage indices that exchange values while they compute: shards of one stage, or replicas under FSDP."""
+    """Return groups of stage indices that run collectives with each other: shards of one stage, or replicas under FSDP."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for index, stage in enumerate(stages):
         if stage.group or stage.sharing:

@@ -100,7 +100,7 @@ class Stage:
     """Global ranks that run the stage, dp * cp * tp of its chain: replica by replica, in each the shards of the tokens, in
     each the shards of the tensors. Colocated stages share ranks."""
     has_backward: bool
-    """False if nothing in the stage trains and no gradient passes through; it only runs forward."""
+    """False if nothing in the stage trains and no gradient passes through; the stage then only runs forward."""
     depth: int
     """Number of stages behind this one on the longest path to the loss stage, which has 0. It sets the 1F1B warm-up."""
     prediction: StagePrediction
@@ -260,7 +260,7 @@ class PlanRecord:
     predicted: Prediction
     rejected: tuple[Rejected, ...] = ()
     attention: Attention = "model"
-    """Attention of the language model: its own, or that over mask words, one int64 a token (`bitfield-attention`)."""
+    """Attention of the language model: its own, or one by mask words, an int64 a token (pass `bitfield-attention`)."""
     autocast: tuple[str, ...] = ()
     """Components that compute matrix products in bfloat16 from float32 parameters, as `torch.autocast` does."""
     head_stride: int = 0

@@ -83,7 +83,7 @@ def frozen_text(stages: Iterable[Stage]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Return text for ranks: `"0-2,8-9"`; a long repetition as `"0-7,16-23,..,112-119"`, others as `"0-7,9-11 and 6 more"`."""
+    """Return ranks as text: `"0-2,8-9"`; many even ranges as `"0-7,16-23,..,112-119"`, many others as `"0-7,9-11 and 6 more"`."""
     ranges = runs(sorted(set(ranks)))
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
     if len(texts) <= _MAX_RANGES + 1:

@@ -21,11 +21,11 @@ _IMPOSSIBLE = -(1 << 40)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """Combinations of templates with the shortest step, and the number of nodes left over."""
+    """Combinations of templates with the shortest step, and the reason why nodes are left over."""
 
     iteration_s: float
     sizes: tuple[tuple[int, ...], ...]
-    """Node counts of the pipelines, ascending, in every tied combination. The first is the most similar to what runs."""
+    """Node counts of the pipelines, ascending, in every tied combination. The first is most similar to the running ones."""
     spare_reason: str
     """Reason why nodes are left over; "" if all nodes are used."""
 

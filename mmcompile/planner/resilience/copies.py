@@ -149,7 +149,7 @@ def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest:
 
 
 def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
-    """Return the round of each copy (source, destination), such that copies from one source, or to one destination, differ."""
+    """Return the round of each copy (source, destination). Copies with the same source or destination are in different rounds."""
     at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):

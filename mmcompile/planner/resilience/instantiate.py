@@ -1,6 +1,6 @@
 """Templates bound to nodes: the combination with the shortest step, then the assignment with most state in place.
 
-The microbatches of a step are dealt to pipelines that are not equally fast.
+Faster pipelines get more of a step's microbatches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
 def recompose(
     job: Job, nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray], running: Mapping[int, int] | None = None
 ) -> MembershipPlan[Node]:
-    """Return the plan with the shortest step on given nodes, and among equals the one with most bytes kept in place; no copies.
+    """Return the plan, without copies, with the shortest step on given nodes; among equals that with most bytes kept in place.
 
     Args:
         nodes: candidates, at least `job.min_nodes`.
@@ -57,7 +57,7 @@ def recompose(
 def bind(
     job: Job, sizes: Sequence[int], nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray]
 ) -> NodeGroups[Node]:
-    """Return the node for every place of every pipeline, such that most bytes stay in place: an exact assignment.
+    """Return pipelines with their nodes, such that as many bytes of layers as possible are already on their node (exact).
 
     Args:
         sizes: nodes of each pipeline; their sum is at most the number of nodes.
@@ -110,8 +110,8 @@ def with_microbatches(job: Job, groups: Sequence[Sequence[Node]]) -> tuple[NodeP
 def split(templates: Sequence[Template], num_microbatches: int) -> tuple[int, ...]:
     """Return each template's number of microbatches, at least one, such that the slowest pipeline ends as early as possible.
 
-    Minimises `max_i fill_i + b_i * w_i` exactly: the next microbatch goes to the pipeline that would finish first with it
-    (ties to the first). Oobleck's Eq. 2.6 minimises the spread of the pipelines' times instead, which is no shorter.
+    Minimises `max_i fill_i + b_i * w_i`, with b_i microbatches of w_i seconds, exactly: the next microbatch goes to the pipeline
+    that would finish first. Oobleck's Eq. 2.6 minimises the spread of the pipelines' times instead, which is no shorter.
 
     Raises:
         PlanError: there are fewer microbatches than pipelines.

@@ -108,7 +108,7 @@ class Search:
         return search
 
     def keep(self, count: int, pieces: Sequence[LineStage]) -> None:
-        """Keep a pipeline of a node count if it is the best so far."""
+        """Keep a pipeline for `count` nodes if it is faster than the best known; if `fitting`, only if it fits the memory."""
         total = self.line.timing(pieces).total
         if total < self.upper[count] and (not self.fitting or self.line.fits(pieces)):
             self.upper[count] = total

@@ -13,7 +13,7 @@ the sum of weights of the paths it is on; those behind k* count once more if the
 
     stage W (t + 4 w) [+ t - w],    k* itself 5 W w - w
 
-Where memory limits the microbatches in flight, a third coordinate counts the stages that may still be placed.
+Where memory limits the microbatches in flight, a third coordinate counts the stages that remain to be placed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Costs:
         Args:
             first: first layer of all n stages.
             times: picoseconds of the stages that end after each of the next n layers, [n].
-            low, high: lowest and highest time in each interval of guesses, [guesses].
+            low, high: ends of each interval of the slowest stage's time in picoseconds, [guesses].
         """
         chain = int(self.line.chain_of[first])
         ends = slice(first + 1, first + 1 + len(times))
@@ -100,7 +100,7 @@ def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.
 class Shape:
     """Cost tables of a sweep: their shape and the slices of them that a stage reads and writes.
 
-    Entry [i, g, s, n, d] is the least cost of layers i and later for guess g, s stages left, on n whole nodes plus d devices.
+    Entry [i, g, s, n, d]: least cost of the layers from i on in s stages on n nodes and d devices, slowest stage in interval g.
     """
 
     line: Line
@@ -138,7 +138,7 @@ class Shape:
         np.minimum(full, found[..., -1], out=full)
 
     def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return costs [count, 1, stages left] for the stages of `rest`: 0 where their memory suffices, `INFINITE` where not."""
+        """Return costs [count, 1, stages left] for the stages of method `rest`: 0 where the memory suffices, else `INFINITE`."""
         if self.num_stages is None:
             return np.zeros((count, 1, 1), dtype=np.int64)
         deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
@@ -155,14 +155,14 @@ class Sweep:
     shape: Shape
     costs: Costs
     low: NDArray[np.int64]
-    """Lowest time in picoseconds of each interval of guesses, [guesses]."""
+    """Lower end in picoseconds of each interval that the slowest stage's time may be in, [guesses]."""
     high: NDArray[np.int64]
     whole: NDArray[np.int64]
     behind: NDArray[np.int64]
 
     @classmethod
     def of(cls, shape: Shape, costs: Costs, low: NDArray[np.int64], high: NDArray[np.int64]) -> Sweep:
-        """Return the tables filled from the loss backwards, for intervals of guesses [low[g], high[g]] in ps."""
+        """Return the tables filled from the loss backwards, for intervals [low[g], high[g]] in ps of the slowest stage's time."""
         line = shape.line
         whole, behind = shape.table(len(low)), shape.table(len(low))
         behind[line.num_layers, :, 0, 0, 0] = 0
@@ -185,7 +185,7 @@ class Sweep:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Entry [g, n]: lower bound in ps of step time T in interval g on n nodes; `INFINITE` without a pipeline."""
+        """Entry [g, n]: lower bound in ps of step time T on n nodes, slowest stage in interval g; `INFINITE` if no pipeline."""
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 

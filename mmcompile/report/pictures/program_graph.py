@@ -22,7 +22,7 @@ class StatementGroup:
     """Consecutive statements of a stage's `forward` under one comment."""
 
     title: str
-    """Comment above them: the path of a layer or module, or the meaning of a shared value."""
+    """Comment above the statements: the path of a layer or module, or the meaning of a shared value."""
     ops: tuple[str, ...]
     """Operations of the statements; for a call of a layer function, those of the function."""
     reads: tuple[str, ...]

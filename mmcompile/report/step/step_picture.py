@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_BARS = 64
 """Largest number of microbatches of a component drawn as bars; more are drawn sorted, as two lines."""
 _BEFORE, _LABELS = "#b8b8b8", 32
-"""Colour of arrival order, and number of microbatches up to which each is labelled below its bars."""
+"""Colour of bars in arrival order, and the largest number of microbatches that have labels below their bars."""
 _LEGEND = ("arrival order", "balanced", "deferred", "mean")
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 

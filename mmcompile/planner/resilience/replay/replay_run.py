@@ -151,11 +151,11 @@ class ReplayRun(ABC):
 
     @abstractmethod
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Lose nodes and set `step_s`; return the tasks to do then, or None if no node was in use."""
+        """Lose nodes and set `step_s`; return the tasks before the next step, or None if no node was in use."""
 
     @abstractmethod
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Use new nodes, between steps or while stopped, and set `step_s`; return the tasks to do then, () for none."""
+        """Use new nodes, between steps or while stopped, and set `step_s`; return the tasks before the next step."""
 
     @final
     def play(self, trace: SpotTrace) -> SystemReplay:

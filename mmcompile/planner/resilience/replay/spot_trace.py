@@ -58,7 +58,7 @@ class SpotTrace:
         return most
 
     def delayed(self, seconds: float) -> SpotTrace:
-        """Return the trace with additions after the start delayed; a node removed before it would be ready is left out."""
+        """Return the trace with nodes added `seconds` later, except at the start; nodes removed by then are left out."""
         gone = {node: change.time_s for change in self.changes for node in change.removed}
         events: list[tuple[float, int, bool]] = []
         for change in self.changes:
