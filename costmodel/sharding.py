@@ -170,9 +170,9 @@ def context_parallel(
 def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str) -> LayerCost:
     """Return the cost of a layer whose parameters are sharded over `degree` replicas (FSDP), each with its own batch.
 
-    Parameters are gathered before the forward and again before the backward; gradients of trained ones are reduced and
-    scattered after it. The exchange of one layer hides behind the computation of the layer before, taken to be as long
-    as its own; what does not fit is exposed. A layer without backward is gathered once. Two layers are whole at a time.
+    Parameters are gathered before the forward and again before the backward; gradients of trained ones are reduced and scattered
+    after it. These collectives run during the computation of the layer before, assumed to take as long as the layer's own; only
+    their seconds beyond it count. A layer without backward is gathered once. Parameters of two layers are whole at a time.
 
     Assumed: the parameters that every replica holds whole, vectors and matrices whose rows do not divide, are negligible.
 

@@ -77,7 +77,7 @@ def context_parallel(graph: ModelGraph, num_ranks: int, head_stride: int) -> Con
 
     Args:
         num_ranks: ranks that share the tokens, 2 or more.
-        head_stride: key/value heads exchanged at a time; 0 for all.
+        head_stride: number of key/value heads that ranks gather at a time; 0 for all.
     """
     return ContextParallel(
         component=graph.loss_component, num_ranks=num_ranks, head_stride=head_stride, group=CONTEXT_GROUP
@@ -90,7 +90,7 @@ def with_context_parallel(capture: Capture, num_ranks: int, head_stride: int) ->
     Args:
         capture: capture whose language model attends by mask words (`bitfield-attention`).
         num_ranks: ranks that share the tokens; 1 leaves the capture as it is.
-        head_stride: key/value heads exchanged at a time; 0 for all.
+        head_stride: number of key/value heads that ranks gather at a time; 0 for all.
 
     Raises:
         PlanError: the language model has no attention by mask words, or a layer mixes tokens in another way.

@@ -264,7 +264,7 @@ class PlanRecord:
     autocast: tuple[str, ...] = ()
     """Components that compute matrix products in bfloat16 from float32 parameters, as `torch.autocast` does."""
     head_stride: int = 0
-    """Number of key/value heads that context-parallel ranks exchange at a time; 0 for all heads."""
+    """Number of key/value heads that context-parallel ranks gather at a time; 0 for all heads."""
     schedule: ScheduleKind = "1f1b"
     strategy: str = "auto"
     """Strategy that made the plan: `auto`, a published search or a baseline (`mmcompile.planner.strategies`)."""
