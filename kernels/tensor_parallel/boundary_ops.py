@@ -41,7 +41,7 @@ def tp_copy(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_sum", mutates_args=())
 def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Return the sum over ranks of `x`, a whole value on each rank.
+    """Return the sum of `x` over ranks; the result is the same on every rank.
 
     Raises:
         ConfigError: the group is not registered or has another size.
@@ -53,13 +53,13 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value for a component of another TP degree; its gradient arrives at one rank, and a sum gives it to all."""
+    """Copy `x`, equal on all ranks, for a component of another TP degree; one rank gets its gradient, a sum gives it to all."""
     return x.clone()
 
 
 @torch.library.custom_op("mmcompile::tp_enter", mutates_args=())
 def tp_enter(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value from another component; only rank 0 returns its gradient, so that a sum over ranks counts it once."""
+    """Copy `x` of another component, equal on all ranks; only rank 0 returns its gradient, so that a sum counts it once."""
     return x.clone()
 
 
@@ -72,7 +72,7 @@ def tp_first(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_slice", mutates_args=())
 def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    """Return this rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
+    """Return this rank's part of `x`, equal on all ranks: a part of each block along `dim` (`mmcompile.ir.tensor_shard`).
 
     Args:
         dim: dim that is sharded.

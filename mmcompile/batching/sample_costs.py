@@ -83,7 +83,7 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
 
 
 def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
-    """Return the rates of all components of a balance group, chain by chain."""
+    """Return the rates (seconds by rows of a sample) of all components of a balance group, chain by chain."""
     found: list[SampleRate] = []
     for name in (chain.name for chain in chains):
         own = [rate for rate in plan.sample_rates if rate.chain == name]

@@ -116,6 +116,6 @@ class StepPlan:
     first_sample: int = 0
     """Number of samples in earlier plans of the same step.
 
-    Seeds of random numbers (dropout) count samples from it, so that a divided step draws those of an undivided one.
+    Random seeds (dropout) count samples from here, so that a divided step draws the random numbers of an undivided one.
     """
     version: int = PROTOCOL_VERSION

@@ -56,7 +56,7 @@ class PlannedStep:
     seconds: float
     """Seconds that planning took."""
     after: AccumulatedStep
-    """Totals of the parts of the step including this one; empty totals (`NOTHING`) if it updates the parameters."""
+    """Totals of the parts of the step up to this one; empty totals (`NOTHING`) if this part updates the parameters."""
     repeated: frozenset[int] = frozenset()
     """Indices of microbatches that another replica computes too, whose results are dropped."""
 
@@ -324,7 +324,7 @@ class StepPlanner:
         )
 
     def _readers(self, part: _SampleGroup, prepared: PreparedMicrobatch) -> dict[int, tuple[str, ...]]:
-        """Return rank -> names of the batch inputs that its stages read in a microbatch; ranks that read none are left out."""
+        """Return rank -> names of the batch inputs that the rank's stages read in a microbatch; ranks without are left out."""
         found: dict[int, frozenset[str]] = {}
         for stage in self._of_replica[self._towers[part.tower], part.replica]:
             if (program := prepared.programs.programs.get(stage.program_name)) is not None:

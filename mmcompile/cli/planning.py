@@ -16,13 +16,13 @@ WITH_PLAN = "together with --plan: the plan decides it"
 
 
 def read_dataset(source: str) -> DatasetStats:
-    """Return the statistics of a dataset, with a spinner that counts."""
+    """Return the statistics of a dataset, while a spinner shows the number of samples read."""
     with counting(f"reading {source}") as progress:
         return read_stats(source, progress=progress)
 
 
 def read_inputs(request: PlanRequest) -> PlanInputs:
-    """Return what a request gives as text or as paths of files: cluster, statistics, calibration, constraints."""
+    """Return the inputs that a request names as text or as file paths: cluster, statistics, calibration, constraints."""
     return PlanInputs.read(
         cluster=request.cluster,
         stats=None if request.stats is None else read_dataset(request.stats),

@@ -146,7 +146,7 @@ def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str
 def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
     """Yield random audio clips that an audio encoder may accept, by parameter name.
 
-    Spectrograms are first, if the config has a number of mel bins; the last is one second of samples.
+    Spectrograms are first, if the config has a number of mel bins; the last is a waveform of one second.
     """
     config, main = getattr(module, "config", None), next(iter(parameters_of(module)))
     dtype = dtype_of(module)

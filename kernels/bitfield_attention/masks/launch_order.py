@@ -45,7 +45,7 @@ def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndar
 
 
 def best_cap(tiles: np.ndarray, programs: int, heads: int) -> int | None:
-    """Return the cap with which a launch ends first, or None if splitting gains less than 5 % of the ideal time.
+    """Return the maximum number of tiles per item with which a launch ends first; None if splits gain under 5 % of ideal time.
 
     Args:
         tiles: [rows] number of tiles of each block.

@@ -65,7 +65,7 @@ def _take(arrays: tuple[np.ndarray, ...], where: np.ndarray) -> tuple[np.ndarray
 
 
 def _causal_pairs(query: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...], window: int | None) -> int:
-    """Count pairs of equal group id whose key is not after the query, is inside the window, and shares a modality bit.
+    """Count pairs of equal group (document or island) whose key is not later, is in the window, and shares a modality bit.
 
     Args:
         query, key: (group id, word, position), each with one entry per token.

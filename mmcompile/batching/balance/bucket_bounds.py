@@ -11,7 +11,7 @@ _UNIT_DIVISORS = 8
 
 
 def lower_bound(weights: np.ndarray, num_bins: int) -> float:
-    """Return a lower bound of the largest bin in any partition of samples into `num_bins` bins.
+    """Return a lower bound on the weight of the heaviest bin in any partition of samples into `num_bins` bins.
 
     It is the largest of three bounds: the mean bin; the heaviest sample; the sum of the two lightest among the num_bins + 1
     heaviest samples, since two of these must share a bin. If all weights are multiples of one unit (images of one size), the mean

@@ -24,7 +24,7 @@ from mmcompile.units import format_bytes
 class Joint(Balancer):
     """Balancer of DFLOP's online scheduler: all components compute a sample in the same bucket, all balanced at once.
 
-    LPT places samples by the largest of their relative costs; local search exchanges samples between buckets; then HiGHS improves
+    LPT places samples by their largest cost / lower bound; local search exchanges samples between buckets; then HiGHS improves
     small instances that are not near their lower bound. Buckets are dealt out so that replicas have similar loads. Each replica
     runs its buckets in the order of `hiding_order`, which hides remaining differences in the pipeline.
 

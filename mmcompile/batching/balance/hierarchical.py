@@ -23,7 +23,7 @@ class Defer(StrEnum):
     NONE = "none"
     """No deferral: every component computes a sample in the same microbatch."""
     CRITICAL = "critical"
-    """Deferral only in microbatches that would exceed the least time in which all can end, as in the thesis."""
+    """Deferral only in microbatches that would otherwise take longer than `Deferral.threshold`, as in the thesis."""
     ALL = "all"
     """Deferral in every overloaded microbatch: the half with the most language-model work."""
 
@@ -82,7 +82,7 @@ class Hierarchical(Balancer):
 
 
 def replicas_of(encoder: np.ndarray, language: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Assign samples by descending encoder work, each to the replica with least language-model work; int64 [samples]."""
+    """Assign samples by descending encoder work to the replica with least language-model work; return it, int64 [samples]."""
     return place_in_order(language, np.lexsort((-language, -encoder)), num_replicas)
 
 
@@ -95,7 +95,7 @@ def effective_microbatches(encoder: np.ndarray, most: int) -> int:
 def stratified(encoder: np.ndarray, language: np.ndarray, count: int) -> np.ndarray:
     """Return the microbatch of each sample, int64 [samples], balanced by encoder work within 2 - 1/count of the optimum.
 
-    Samples of high language-model work are placed before the rest, so that every microbatch has small samples to defer. Each of
+    Samples of high language-model work are placed before the rest, so that every microbatch gets some of little work. Each of
     the two sets is taken by descending encoder work, each sample to the microbatch with the least encoder work.
     """
     coarse = language > np.median(language)

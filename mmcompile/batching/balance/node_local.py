@@ -80,7 +80,7 @@ def _even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.nda
 
 
 def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) -> np.ndarray:
-    """Run LPT inside every node at once; return the rank in its node of each sample, int64 [samples]."""
+    """Run LPT inside every node, all at once; return each sample's rank within its node, int64 [samples]."""
     order = np.lexsort((-weights, node))
     counts = np.bincount(node)
     position = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
