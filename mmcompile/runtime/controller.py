@@ -218,7 +218,7 @@ class Controller:
         wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
-        """Return the stage programs of balance group `tower` in a pattern, by index of the placed stage; some have none."""
+        """Return the stage programs of balance group `tower` in a pattern, by index of the placed stage."""
         found: dict[int, StageProgram] = {}
         for index, stage in enumerate(self._stages):
             if stage.tower == tower and stage.program_name in programs.programs:
@@ -227,26 +227,23 @@ class Controller:
         return found
 
     def _by_rank(self, placed: Mapping[int, StageProgram]) -> dict[int, tuple[StageProgram, ...]]:
-        """Return the stage programs of each rank. A rank that holds several replicas of a stage has its program once."""
         by_rank: dict[int, dict[str, StageProgram]] = {}
         for index, program in placed.items():
             by_rank.setdefault(self._stages[index].ranks[0], {})[program.stage] = program
         return {rank: tuple(mine.values()) for rank, mine in by_rank.items()}
 
     def _ranks(self, name: str) -> set[int]:
-        """Return the ranks that hold a parameter or buffer."""
         return {self._stages[index].ranks[0] for index in self._holders.get(name, ())}
 
     def _lacking(self, rank: int, programs: Sequence[StageProgram]) -> tuple[str, ...]:
-        """Return the names of the parameters and buffers that `programs` read and the rank does not hold."""
         names = [name for program in programs for name in _read(program)]
         return tuple(name for name in dict.fromkeys(names) if rank not in self._ranks(name))
 
     def _trained(self, names: set[str]) -> dict[str, dict[str, Tensor]]:
-        """Return what a rank that newly holds a parameter needs besides the model's value: tensors by parameter, then by path.
+        """Return current values and optimizer states of parameters for ranks that newly hold them, by parameter and path.
 
-        If a rank trains it already: its current value (`value/<name>`) and optimizer state (`state/<key>/<name>`). If no rank
-        holds it yet: optimizer state given to `await_holders`.
+        Paths are `value/<name>` and `state/<key>/<name>`. A parameter that no rank holds yet has no value here, and only
+        the optimizer state given to `await_holders`.
         """
         found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         held = sorted(names & self._trainable & self._holders.keys())
@@ -264,7 +261,6 @@ class Controller:
         return found
 
     def _note(self, pattern: str, tower: str, placed: Mapping[int, StageProgram]) -> None:
-        """Record which stages hold which parameters and buffers, which parameters train, and tied names."""
         self._installed.add((pattern, tower))
         for index, program in placed.items():
             for name in _read(program):
@@ -281,11 +277,10 @@ class Controller:
             self._updaters = assign_updaters(owners, self._num_bytes, self._updaters)
 
     def _held_names(self) -> set[str]:
-        """Return the original names of the trainable parameters that any rank holds, whole or in part."""
         return {self._parts.whole_name(name) for name in self._trainable & self._holders.keys()}
 
     def _not_held(self, values: Mapping[str, Tensor]) -> list[CheckpointPiece]:
-        """Return the checkpoint pieces of parameters that no rank holds yet: weights from `values`, and optimizer state."""
+        """Return checkpoint pieces of parameters that no rank holds yet: weights from `values` (by name), and optimizer state."""
         pieces = [whole_piece(weight_key(name), tensor.detach()) for name, tensor in values.items()]
         for path, tensor in self._waiting.items():
             key, name = path.split("/", 1)
@@ -294,7 +289,7 @@ class Controller:
         return pieces + self._restored.pieces()
 
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-        """Return `trained` (tensors by parameter and path) without optimizer state of parameters that `rank` does not update."""
+        """Return a copy of `trained` (tensors by parameter and path) without optimizer state that `rank` does not update."""
         return {
             name: {
                 path: tensor
@@ -306,7 +301,6 @@ class Controller:
 
 
 def _read(program: StageProgram) -> Iterable[str]:
-    """Return the names of all parameters and buffers that a program reads."""
     return (*(spec.name for spec in program.parameters), *program.buffers)
 
 
@@ -317,7 +311,13 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """Return what `Worker.install` needs on a rank: constants of `programs`, values and state of parameters `lacking`."""
+    """Return the tensors that `Worker.install` needs on a rank, by path: constants, and parameters and buffers it lacks.
+
+    Args:
+        lacking: names of parameters and buffers that `programs` read and the rank does not hold.
+        values: the model's initial tensors, by name.
+        trained: current values and optimizer states that replace them, by parameter and path.
+    """
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]

@@ -51,7 +51,7 @@ from mmcompile.runtime.user_model import UserModel
 from mmcompile.runtime.worker import Worker
 
 _Batch: TypeAlias = tuple[Sequence[Sample], object]
-"""A batch: its samples, and the state of the data after reading them (None if the data has no state)."""
+"""A batch: its samples, and the state of the data loader after reading them (None if the loader has no state)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,9 +62,9 @@ DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 def _led(
     followed: Callable[[Engine], T],
 ) -> Callable[[Callable[Concatenate[Engine, P], T]], Callable[Concatenate[Engine, P], T]]:
-    """Decorate a method of the engine that runs on rank 0, while the other ranks execute its commands.
+    """Decorate a method of the engine so that rank 0 alone runs it, while the other ranks execute the commands it sends.
 
-    The other ranks return `followed(engine)`. If rank 0 refuses the call, all ranks raise the same error.
+    On the other ranks the method returns `followed(engine)`. If it fails on rank 0, all ranks raise the same error.
     """
 
     def decorate(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -443,7 +443,7 @@ class Engine:
     def _plan_next(
         self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
-        """Plan a call that trains on the next batch, after calls `before` of the step. Return (plan, data state), or None."""
+        """Plan the next batch of step `step`, after the batches `before`; return (plan, state of the data loader), or None."""
         if (found := next(batches, None)) is None:
             return None
         (samples, state), is_last = found
@@ -451,7 +451,7 @@ class Engine:
         return self._planner.plan(step, samples, update=update, before=before), state
 
     def _run(self, planned: PlannedStep, start: float, *, waited_s: float, trace: bool) -> StepMetrics:
-        """Run a planned step that the user requested at `start` (time.perf_counter), and return its metrics."""
+        """Run a planned step on all ranks, and return its metrics. The user requested the step at `start` (time.perf_counter)."""
         plan = planned.plan
         totals = self._session.call(self._run_on_ranks, planned, trace)
         self._before = planned.after
@@ -465,7 +465,6 @@ class Engine:
         return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
 
     def _run_on_ranks(self, planned: PlannedStep, trace: bool) -> StepTotals:
-        """Run a planned step on all ranks, collect its events if traced, and return its totals."""
         hyper = self._optimizer.hyper
         totals = self._rank_0.step(planned, self._source.parameters(), hyper=hyper, seed=self._seed, trace=trace)
         if trace:
@@ -481,11 +480,11 @@ class Engine:
         return metrics_of(plan, totals, start)
 
     def _updates(self, before: AccumulatedStep, update: bool | None) -> bool:
-        """Return whether a call updates parameters, from its `update` argument and the calls since the last update."""
+        """Return whether a call of `step` updates parameters: `update` if given, else true once enough batches were added up."""
         return before.num_parts + 1 >= self._accumulate if update is None else update
 
     def _follow(self, *calls: str) -> str:
-        """On a rank above 0, execute rank 0's commands until a method in `calls` is complete; return the method's name."""
+        """On a rank above 0, execute rank 0's commands until one of the methods `calls` is complete there; return its name."""
         while True:
             command = self._session.call(self._worker.follow)
             match command:
@@ -507,7 +506,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _refusing(self) -> Generator[None]:
-        """Return a context that announces rank 0's error in a call to the other ranks, so that they raise the same one."""
+        """Return a context that sends rank 0's error in a call to the other ranks, so that they raise the same error."""
         try:
             yield
         except Exception as error:
@@ -552,12 +551,10 @@ class Engine:
         return Resumed(num_steps=self._num_steps, num_samples=self._num_samples, data=self._data)
 
     def _finish_saving(self) -> None:
-        """Wait for a save in progress. Raises CheckpointError if it failed and its error was not raised yet."""
         if self.saving is not None:
             self.saving.wait()
 
     def _raise_failed_save(self) -> None:
-        """Raise the error of a save that has failed; return at once while it is in progress."""
         if self.saving is not None and self.saving.done:
             self.saving.wait()
 
@@ -578,19 +575,19 @@ class Engine:
 
 @runtime_checkable
 class _Stateful(Protocol):
-    """Batches with a state to save and load, as torchdata's StatefulDataLoader has."""
+    """Data loader whose position can be saved and restored, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> object: ...
 
 
 def _with_states(batches: Iterable[Sequence[Sample]]) -> Iterator[_Batch]:
-    """Yield batches, each with the state of the data after it; None if the data has no state."""
+    # A copy: batches are read ahead, which must not change a state yielded before.
     for samples in batches:
         yield samples, copy.deepcopy(batches.state_dict()) if isinstance(batches, _Stateful) else None
 
 
 def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
-    """Yield (batch, true if it is the last); to find the last one, the batch after each is read first."""
+    """Yield each batch with a flag that is true for the last batch. Each batch is read one ahead."""
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
@@ -599,7 +596,7 @@ def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
 
 
 def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | None, Worker]:
-    """Return the controller (None except on rank 0), and this rank's worker."""
+    """Connect this rank; return the controller (on rank 0 only, else None), and this rank's worker."""
     if session.rank:
         return None, Worker.join(session.groups, session.board, session.check)
     controller = Controller(session.groups, setup, session.board, session.check)
@@ -607,6 +604,6 @@ def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | Non
 
 
 def _close(engine: weakref.ref[Engine], process: int) -> None:
-    """End the workers of an engine at exit, unless this is a forked child of the process (id `process`) that made the engine."""
+    """Close an engine at interpreter exit, but not in forked children of the process (id `process`) that made the engine."""
     if (alive := engine()) is not None and os.getpid() == process:
         alive.close()

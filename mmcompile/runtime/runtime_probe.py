@@ -27,9 +27,9 @@ _NUM_MICROBATCHES = 8
 _NUM_STEPS = 15
 _WARM_UP = 4
 _SMALL = 64
-"""Number of float32 elements of a message so small that its transfer time is the latency alone."""
+"""Number of float32 elements of the probe's small message, whose transfer time is almost only the link's latency."""
 _LARGE = 2**18
-"""Number of float32 elements of a message of 1 MiB, about the size of messages between stages."""
+"""Number of float32 elements of the probe's large message: 1 MiB, about the size of messages between stages."""
 _NUM_TENSORS = 8
 
 _SCALE = """
@@ -46,7 +46,7 @@ _STAGES = ("scale", "sum")
 
 
 class _ProbeSource:
-    """`ProgramSource` of a pipeline that scales a vector in one process and sums it in the other."""
+    """Training program of the probe: one process scales a vector, and another process sums its elements."""
 
     def __init__(self, num_elements: int) -> None:
         self._num_elements = num_elements
@@ -61,11 +61,9 @@ class _ProbeSource:
         self._programs = PatternPrograms(pattern=f"probe {num_elements}", programs=programs, per_token=False)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the probe's parameters by name."""
         return self._parameters
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
-        """Return a microbatch of the probe's two stage programs, with tensor "x" of the batch as its input."""
         values = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         return PreparedMicrobatch(
             programs=self._programs, sizes={}, values={"x": values["x"]}, link_shapes={"y": (self._num_elements,)}
@@ -127,17 +125,17 @@ def probe_runtime(*, num_steps: int = _NUM_STEPS, device: str | None = "cpu") ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """Median seconds that one probe measured for a step, a forward, a backward, a send and a message."""
+    """Median seconds measured while two processes trained a pipeline of two stages that compute next to nothing."""
 
     step_s: float
     forward_s: float
-    """Seconds that a rank takes for the forward of one microbatch, which computes next to nothing."""
+    """Seconds of one stage's forward on one microbatch."""
     backward_s: float
     send_s: float
     message_s: float
-    """Seconds from the start of a message's send to the end of its receive, where the receiver waited for the message."""
+    """Seconds between the start of a message's send and the end of its receive, if the receiver waited for the message."""
     handling_s: float
-    """Processor seconds of rank 0 outside its forwards and backwards, per message sent or received."""
+    """Processor seconds of rank 0 per message that it sends or receives, without the time of forwards and backwards."""
 
 
 def _measure(num_elements: int, num_steps: int, device: str | None) -> _Probe:
@@ -178,7 +176,10 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Return the seconds from the start of its send to the end of its receive, for each message that a receiver waited for."""
+    """Return the transfer time in seconds of each message that its receiver waited for.
+
+    A transfer lasts from the start of the send to the end of the receive.
+    """
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):
@@ -191,14 +192,14 @@ def _travels(events: Sequence[Event]) -> list[float]:
 
 
 def _optimizer_costs(device: torch.device) -> tuple[float, float]:
-    """Return the default optimizer's seconds per byte of parameters, and its further seconds per parameter tensor."""
+    """Return two costs of the default optimizer's step: seconds per byte of parameters, and seconds per parameter tensor."""
     small, large = (_optimizer_s(size, device) for size in (_SMALL, _LARGE))
     per_byte = (large - small) / ((_LARGE - _SMALL) * torch.float32.itemsize)
     return max(0.0, per_byte), max(0.0, small - _SMALL * torch.float32.itemsize * per_byte)
 
 
 def _optimizer_s(num_elements: int, device: torch.device) -> float:
-    """Return the median seconds per tensor of the default optimizer's step on float32 tensors of `num_elements` elements."""
+    """Measure the default optimizer's step on float32 tensors of `num_elements` elements; return median seconds per tensor."""
     parameters = [nn.Parameter(torch.ones(num_elements, device=device)) for _ in range(_NUM_TENSORS)]
     optimizer, timer, seconds = DEFAULT_OPTIMIZER(parameters), Timer(device), []
     for _ in range(_WARM_UP + _NUM_STEPS):
@@ -209,7 +210,6 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
 
 
 def _empty_step_s(costs: RuntimeCosts) -> float:
-    """Return the simulated seconds of the probe's step with small messages and layers that take no time, plus `costs.step_s`."""
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
     message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)

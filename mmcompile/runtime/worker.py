@@ -49,8 +49,7 @@ from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
 from mmcompile.runtime.optim.optimizer import RankOptimizer, RankState, parameter_of
 from mmcompile.runtime.optim.rank_gradients import RankGradients
 
-_parsed = functools.lru_cache(maxsize=4)(parse_actions)
-"""Parses the text of a rank's action list; the last four results are cached, since successive steps are often alike."""
+_parsed = functools.lru_cache(maxsize=4)(parse_actions)  # Successive steps often have the same actions.
 
 
 class Worker:
@@ -265,7 +264,7 @@ class Worker:
         self._gradients.drop()
 
     def _keep(self, programs: Sequence[StageProgram], values: Mapping[str, Tensor]) -> None:
-        """Copy the parameters and buffers that `programs` read and this rank lacks from `values` (by name) to its device."""
+        """Copy to the device those parameters and buffers that `programs` read and this rank does not hold yet."""
         parameters, buffers = self.state.parameters, self.state.buffers
         for program in programs:
             for spec in program.parameters:
@@ -279,7 +278,7 @@ class Worker:
                     buffers[name] = values[name].to(self._groups.device, copy=True)
 
     def _loaded(self, microbatch: MicrobatchPlan) -> Stages:
-        """Return this rank's stages, by index, of the replica that a microbatch belongs to."""
+        """Return this rank's stages for a microbatch, by stage index."""
         stages = self._setup.stages
         loaded = self._patterns.get((microbatch.pattern, microbatch.tower), {})
         return {index: stage for index, stage in loaded.items() if stages[index].replica == microbatch.replica}
@@ -335,7 +334,11 @@ class Worker:
 
 
 def _only_group(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks of the process group that this rank's stages share. `found` has each stage's group; () means no group."""
+    """Return the one process group of this rank's shared stages, as a tuple of ranks; () if no stage is shared.
+
+    Args:
+        found: ranks of each stage's group; () for a stage that no other rank shares.
+    """
     groups = {ranks for ranks in found if ranks}
     assert len(groups) <= 1, f"a rank shares stages in several groups: {sorted(groups)}"
     return groups.pop() if groups else ()

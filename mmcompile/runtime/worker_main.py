@@ -48,7 +48,11 @@ def main(text: str) -> NoReturn:
 
 
 def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
-    """Write an `Exit` to `exits` for each ended worker; kill the rest once `exits` is closed. `ranks`: ranks by process id."""
+    """Write an `Exit` to `exits` for each worker that ends, and kill the remaining workers once `exits` is closed.
+
+    Args:
+        ranks: ranks of the workers, by process id.
+    """
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -72,7 +76,7 @@ def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
 
 
 def _work(order: WorkerOrder) -> int:
-    """Execute rank 0's commands until it closes the engine; return the exit code."""
+    """Run a worker: execute rank 0's commands until rank 0 closes the engine. Return the process's exit code."""
     try:
         store = dist.TCPStore("127.0.0.1", order.port, is_master=False)
         store.set(f"ready/{order.rank}", "1")

@@ -48,7 +48,11 @@ from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, TensorBox
 
 
 class _Pieces(DefaultSavePlanner):
-    """Save planner from which torch's writer gets, for each box of a whole tensor that it writes, the elements of the box."""
+    """Save planner that gives torch's checkpoint writer the contents of each box that it writes.
+
+    A box is a range of indices in each dimension of a whole tensor. torch's own planner takes tensors from a state dict;
+    this planner takes them from `pieces`, which compute a tensor only when it is written.
+    """
 
     def __init__(self, pieces: Iterable[CheckpointPiece]) -> None:
         super().__init__()

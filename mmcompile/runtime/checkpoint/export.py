@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from mmcompile.runtime.checkpoint.checkpoint_folder import replacing, swap
 
 _MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json")
-"""Patterns of weight files. An export removes old ones: a model with fewer files must not leave another model's."""
+"""File name patterns of weights. Old weight files are removed before an export, which may write fewer files."""
 
 
 @runtime_checkable
 class _SavesItself(Protocol):
-    """Models with `save_pretrained`: transformers, composed models, and peft models, which write only their adapters."""
+    """Models with a method `save_pretrained`, e.g. those of transformers; peft models write only their adapters with it."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: Mapping[str, Tensor]) -> object: ...
 

@@ -40,7 +40,7 @@ class RankCheckpoints:
     """State of the user's data in the checkpoint loaded last; None if it has none."""
     _holdings: dict[str, Holding] = field(default_factory=dict)
     _read: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors read from a checkpoint by path, until `take`."""
+    """Tensors read from a checkpoint, by path, which `take` has not returned yet."""
 
     def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
         """Return the job that writes this rank's part of a checkpoint.

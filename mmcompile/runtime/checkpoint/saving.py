@@ -195,7 +195,7 @@ class WholeJob:
         self._tell(saving, "")
 
     def _tell(self, saving: Saving, outcome: str) -> None:
-        """Report the outcome to all ranks, and wait until they have read it: the store may end with this process."""
+        """Write the outcome to the store for all ranks, and wait until they have read it: the store may end with this process."""
         store = self.part.store
         store.set(_OUTCOME, outcome)
         # Whoever does not hear it is gone, which does not change how it ended.
@@ -236,15 +236,14 @@ def _heard_by(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Said:
-    """Report that a rank leaves in the store for rank 0 after writing its part."""
+    """Report of one rank to rank 0 after writing its part of a checkpoint; it is left in the store."""
 
     digest: str = ""
-    """Digest of the rank's part of the index."""
+    """Hash of the part of the checkpoint's index that the rank wrote."""
     error: str = ""
 
 
 def _part_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's part of the index."""
     return folder / f"part-{rank}.json"
 
 

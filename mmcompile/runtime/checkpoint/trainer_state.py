@@ -140,7 +140,7 @@ def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | No
 
 
 def _read_state(place: Path) -> TrainerState:
-    """Return the training state in a folder. Raises CheckpointError if it is damaged or another version wrote it."""
+    """Return the training state stored in a folder. Raises CheckpointError if it is damaged or has another version."""
     try:
         raw = (place / _STATE).read_bytes()
         version = msgspec.json.decode(raw, type=_Header).version
@@ -206,7 +206,7 @@ def _digest(trainer: TrainerState) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Header:
-    """The fields of `TrainerState` that can be read from any version."""
+    """The fields of a stored `TrainerState` that all versions have."""
 
     version: int
     files: frozenset[str] = frozenset()

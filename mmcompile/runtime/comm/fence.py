@@ -31,12 +31,12 @@ from mmcompile.runtime.comm.groups import Groups, PeerLost, wait
 
 _FDS = "/proc/self/fd"
 _AGAIN_S = 0.005
-"""Seconds between two cuts of a group that is still being made, and continues to open sockets."""
+"""Seconds until the sockets of a process group are shut down again, if the group is still opening sockets."""
 _CLOSED, _LISTENING = 7, 10
-"""States of a socket (closed, listening), as the first byte of TCP_INFO."""
+"""States of a TCP socket, as the first byte of TCP_INFO."""
 
 _TRY_S = 1.0
-"""Seconds after which the test of a fence gives up. A working fence releases waits in milliseconds, on a busy machine too."""
+"""Maximum seconds for the test that shutting down sockets ends waits. It takes milliseconds, on a busy machine too."""
 _TRY_TAG = 1
 
 Mine = Callable[[socket.socket], bool]
@@ -144,7 +144,7 @@ class Fence:
                     end.shutdown(socket.SHUT_RDWR)
 
     def _ours(self) -> Iterator[tuple[int, socket.socket]]:
-        """Yield (inode, socket) of every socket of the group."""
+        """Yield (inode, socket) of each socket of the process group."""
         for inode, end in _tcp_sockets():
             if not self._is_making:
                 if inode in self._inodes:
@@ -167,7 +167,7 @@ def fence_works() -> bool:
 
 
 def _lets_go() -> bool:
-    """Return whether cutting a fence releases a gloo rank that waits for a message from a live rank."""
+    """Return whether shutting down its sockets releases a gloo rank that waits for a message from a live rank."""
     store, fence = dist.HashStore(), Fence(of_gloo, num_ranks=2)
     made: dict[int, Groups] = {}
 
@@ -204,7 +204,7 @@ def _lets_go() -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Yield (file descriptor, inode) of every socket of this process; yields no item if the system does not list them."""
+    """Yield (file descriptor, inode) of each socket of this process; no item if the system has no list of them."""
     for name in os.listdir(_FDS) if os.path.isdir(_FDS) else ():
         with contextlib.suppress(OSError):  # Closed since, as the one that lists the folder.
             status = os.fstat(int(name))
@@ -213,7 +213,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield (inode, socket) of every TCP socket of this process. The socket is a duplicate, closed after its iteration."""
+    """Yield (inode, socket) of each TCP socket of this process. The socket is a duplicate, closed once the next is read."""
     for number, _ in _sockets():
         # Looked at only as a duplicate: the number may be another file's by the next line.
         try:
@@ -239,9 +239,9 @@ def _port(end: socket.socket) -> int:
 
 
 def _connect_all(listener: socket.socket, num_ranks: int) -> None:
-    """Connect to gloo's listener as every rank it may wait for, and disconnect, which ends these waits.
+    """End the waits of a gloo rank for connections: connect to its listener as every other rank, and disconnect.
 
-    The first number sent on a new connection is the index of its peer, counted from 0 in order of ranks.
+    The first number sent on a connection is the index of the connecting rank.
     """
     for number in range(num_ranks):
         with contextlib.suppress(OSError), socket.socket(listener.family, socket.SOCK_STREAM) as end:

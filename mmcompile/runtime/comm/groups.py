@@ -27,10 +27,10 @@ from torch import Tensor
 from mmcompile.runtime.comm.local_address import listen_at
 
 _NEVER = timedelta(days=7)
-"""Timeout of waits without a limit: rank 0 may be idle for hours between two steps; dead peers are noticed by other means."""
+"""Timeout of waits without a limit, as rank 0 may be idle for hours between steps. Dead ranks are noticed in other ways."""
 
 _INTERRUPT_TAG = 2**31 - 5
-"""Tag of receives whose message is never sent, so that their timeout ends the connections of the group."""
+"""Tag of receives whose message is never sent: their timeout ends all connections of the process group."""
 _MOMENT = timedelta(milliseconds=1)
 
 _BROADCASTS = 8
@@ -43,7 +43,7 @@ FIRST_GRADIENT_TAG = 2**30
 END_GRADIENT_TAG = 2**31 - 16
 """Upper bound (exclusive) of tags of gradients; control messages have higher tags."""
 _STAR_TAG = 2**31 - 3
-"""Tag of broadcasts and reductions through rank 0: above the tags of links and gradients, below those of control messages."""
+"""Tag of broadcasts and reductions through rank 0, between the smaller tags of gradients and the larger ones of commands."""
 
 
 class PeerLost(Exception):
@@ -59,7 +59,7 @@ class Work(Protocol):
 
 
 class _Arrived:
-    """A message without bytes, which is never sent; waiting for it returns at once."""
+    """Stand-in for an empty message, which is not sent: waiting for it returns at once."""
 
     def wait(self) -> bool:
         return True
@@ -127,7 +127,7 @@ class Groups:
     waiting: bool = False
     """True while a thread waits for a message on gloo. If the groups are closed meanwhile, that wait raises PeerLost."""
     _broadcasts: deque[list[Work]] = field(default_factory=deque)
-    """Broadcasts of rank 0 that may not have arrived yet, oldest first; each has one message per other rank."""
+    """Rank 0's broadcasts that may not have arrived yet, oldest first; each is a list with one message per other rank."""
     _lanes: dict[Lane, Backend] = field(default_factory=dict)
     _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -275,7 +275,7 @@ class Groups:
 
 
 class _Message:
-    """A message on gloo. Waiting for it has no time limit, regardless of the timeout of its group."""
+    """A message in transfer by gloo. Waiting for it has no time limit, regardless of the process group's timeout."""
 
     __slots__ = ("_groups", "_work")
 
@@ -312,7 +312,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: t
 
 
 def _listener(local: bool) -> Any:
-    """Return the gloo device (interface or address) to listen at and connect from; loopback if all ranks are `local`."""
+    """Return the gloo device (network interface or address) to connect through; loopback if all ranks are `local`."""
     found = ("hostname", "127.0.0.1") if local else listen_at(os.environ)
     if found is None:
         return dist.ProcessGroupGloo.create_default_device()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from mmcompile.errors import ConfigError
 
 _ANY_PORT = 9
-"""Port of the datagram socket that finds the local address; no datagram is sent."""
+"""Any port: it is the target of a datagram socket that finds the local address, and that sends no datagram."""
 
 
 def listen_at(environment: Mapping[str, str]) -> tuple[str, str] | None:

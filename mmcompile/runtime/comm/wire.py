@@ -14,9 +14,9 @@ from mmcompile.runtime.comm.framing import LENGTH_BYTES, frame, frame_length
 from mmcompile.runtime.comm.groups import Groups, wait
 
 _FIRST_BYTES = 16384
-"""Bytes of the first broadcast of a message; a longer message needs a second broadcast."""
+"""Bytes in the first broadcast of a message. If a message is longer, a second broadcast has the remaining bytes."""
 _TAG = 2**31 - 1
-"""Tag of control messages between two ranks; messages of links have smaller tags."""
+"""Tag of control messages between two ranks; messages with values have smaller tags."""
 
 T = TypeVar("T")
 

@@ -30,12 +30,12 @@ class _Worker:
     index: int
     process: ChildProcess
     end: int
-    """File descriptor that becomes readable once the process has ended."""
+    """File descriptor that becomes readable once the worker's process has ended."""
     stream: Stream
     heard_s: float
     idle: bool = False
     asked: msg.Message | None = None
-    """Message whose answer the worker waits for; repeated to a restarted coordinator. None while it waits for no answer."""
+    """Last message of the worker that is not answered yet; sent again if the coordinator restarts. None: no message."""
     error: str = ""
     ended: bool = False
 
@@ -141,7 +141,6 @@ class Agent:
             self._selector.register(worker.end, selectors.EVENT_READ, worker)
 
     def _hear(self, worker: _Worker) -> None:
-        """Read a worker's messages: handle them here, or send them on to the coordinator."""
         worker.stream.flush()
         for message in worker.stream.read():
             worker.heard_s = time.monotonic()
@@ -174,14 +173,14 @@ class Agent:
             self._lose(f"worker {first.index} of {self._node} {how}")
 
     def _find_silent(self, now_s: float) -> None:
-        """Count the workers as lost if one is silent for a lease: its process is stopped, or holds the interpreter lock."""
+        """End all workers of the node if one sent no heartbeat for `lease_s` seconds, e.g. because its process is stopped."""
         for worker in self._workers:
             if not worker.ended and now_s - worker.heard_s > self._times.lease_s:
                 self._lose(f"worker {worker.index} of {self._node} was silent for {self._times.lease_s:.2f} s")
                 return
 
     def _lose(self, cause: str) -> None:
-        """Kill the remaining workers, report the loss to the coordinator, and start new workers if restarts are left."""
+        """Kill the node's workers, report their loss to the coordinator, and start new workers if restarts are left."""
         print(f"mmcompile: {cause}", file=sys.stderr, flush=True)
         self._kill()
         self._link.send(msg.Lost(cause=cause, returns=self._may_restart))
@@ -212,7 +211,7 @@ class Agent:
         self._workers = []
 
     def _talk(self) -> None:
-        """Connect to the coordinator if all workers have started, and announce the node on each new connection."""
+        """Once all workers have started, connect to the coordinator, and announce the node on each new connection."""
         if not all(worker.idle for worker in self._workers):
             return
         if self._link.connect():
@@ -268,11 +267,11 @@ class Agent:
             worker.stream.send(sent)
 
     def _ask_to_drain(self) -> None:
-        """Set the flag that requests a drain. A signal handler may do no more: it may interrupt a message half sent."""
+        # A signal handler may do no more: it may interrupt a message half sent.
         self._drain_asked = True
 
     def _drain(self) -> None:
-        """Report to coordinator and workers, once, that the node will be taken away."""
+        """Report once to the coordinator and the workers that the node will leave the job."""
         if not self._draining:
             self._draining = True
             self._link.send(msg.Drain())

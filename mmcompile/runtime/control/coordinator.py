@@ -19,7 +19,7 @@ from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, 
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
 _MAX_STRANGERS = 64
-"""Maximum number of connections that have not proved the secret yet."""
+"""Maximum number of connections whose peer has not proved yet that it has the job's secret."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class _Peer:
     node: str = ""
     incarnation: str = ""
     leaving: bool = False
-    """True once all messages were sent, and only the peer's end of file is awaited."""
+    """True if the connection is to end: only the peer's end of file is awaited."""
 
 
 class Coordinator:
@@ -89,7 +89,7 @@ class Coordinator:
         return ended.success
 
     def _linger(self) -> None:
-        """Continue to serve agents for `resume_s` after the end of training, so that nodes that reconnect learn of the end."""
+        """Continue to serve agents for `resume_s` seconds after training, so that nodes that reconnect receive its result."""
         self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:
@@ -170,7 +170,7 @@ class Coordinator:
                 raise msg.ProtocolError(f"{type(message).__name__} from an agent at this point")
 
     def _examine(self, peer: _Peer, message: msg.Message) -> None:
-        """Accept an agent that proves the secret, and refuse any other peer."""
+        """Accept an agent whose message proves that it has the job's secret, and refuse any other peer."""
         if not isinstance(message, msg.Proof):
             raise msg.ProtocolError(f"{type(message).__name__} before the proof of the secret")
         reason = "it does not know the secret of this job"
@@ -262,12 +262,12 @@ class Coordinator:
         self._flush(peer)
 
     def _watch(self, peer: _Peer) -> None:
-        """Watch for room in the socket while messages are unsent. A broken socket is found by the next read."""
+        # A broken socket is found by the next read.
         write = selectors.EVENT_WRITE if peer.stream.has_unsent else 0
         self._selector.modify(peer.stream, selectors.EVENT_READ | write, peer)
 
     def _drop(self, peer: _Peer, cause: str) -> None:
-        """End a connection and count its node as lost, unless the node may still reconnect."""
+        """Close a connection, and count its node as lost unless it may still reconnect after a restart of the coordinator."""
         node, ended = peer.node, peer.stream.closed
         self._forget(peer)
         if node and ended and time.monotonic() < self._excused_s:

@@ -159,5 +159,4 @@ class CoordinatorLink:
         self._stream.send(Proof(nonce=self._nonce, mac=mac))
 
     def _refuse(self, reason: str) -> None:
-        """Make `read` return a Refused with the advice to give up: the process at this address is not this run's coordinator."""
         self._inbox.append(Refused(reason=reason, advice=Advice.GIVE_UP))

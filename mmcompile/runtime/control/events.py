@@ -60,7 +60,7 @@ class EventKind(StrEnum):
 
 _STEPS = (EventKind.COMMITTED, EventKind.ROLLED_BACK)
 _PHASES = (EventKind.ACTIVE, EventKind.RENDEZVOUS, EventKind.PREPARED, EventKind.PREPARE)
-"""Kinds that end the phases of a recovery, last one first."""
+"""Kinds of the events that separate the phases of a recovery, last one first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,9 +206,10 @@ def recoveries(events: Iterable[RunEvent]) -> tuple[Recovery, ...]:
 
 
 def _recovery(events: list[RunEvent]) -> Recovery:
-    """Measure the phases between DETECTED and COMMITTED; if a phase was begun several times, the last time counts.
+    """Return the durations of the phases between the DETECTED and COMMITTED events of a recovery.
 
-    A killed coordinator may have left out the end of a phase: that phase then counts as 0 s, and the next one is longer.
+    If a phase was begun several times, the last time counts. A phase without an end event, because the coordinator was
+    killed, counts as 0 s, and the next one is longer.
     """
     begun = max(index for index, event in enumerate(events) if event.kind is EventKind.PREPARE)
     last = {event.kind: event.monotonic_s for event in events[begun:]}

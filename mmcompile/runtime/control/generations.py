@@ -183,7 +183,7 @@ class Generations:
             self._reconfigure(cause, member.node)
 
     def _give_up_silent(self) -> None:
-        """Count as lost the members that have not completed the current phase of a generation in preparation."""
+        """Remove as lost the members that did not complete the current phase of a new generation in time."""
         silent = [member for member in self.members if not self._answered(member, self._reached)]
         for member in silent:
             if self._connected.get(member.node) == member:
@@ -196,7 +196,7 @@ class Generations:
         self._reconfigure(f"{', '.join(member.node for member in silent)} held up phase {self.phase}", None)
 
     def _resume(self, *, give_up: bool) -> None:
-        """Continue after the coordinator's restart, if all members have reconnected.
+        """Continue after a restart of the coordinator, once all members have reconnected.
 
         Args:
             give_up: count members that have not reconnected as lost, and continue without them.
@@ -226,7 +226,7 @@ class Generations:
         self._reconfigure(f"the coordinator was restarted; {cause}", None)
 
     def _resend(self, member: Member) -> None:
-        """Send again the messages that a reconnected member may have missed."""
+        """Send again the messages that a member may have missed before it reconnected."""
         node, generation = member.node, self.generation
         if self.history.committed:
             self._send(node, msg.Commit(step=self.history.committed))
@@ -237,7 +237,7 @@ class Generations:
                 self._send(node, msg.Advance(generation=generation, phase=phase))
 
     def _reconfigure(self, cause: str, node: str | None) -> None:
-        """Begin the next generation, of all connected nodes that stay."""
+        """Begin the next generation with all connected nodes that are not to leave."""
         if self.phase is not Phase.WAITING:
             self._emit(EventKind.DETECTED, node=node, cause=cause)
         if self._attempts >= self._max_attempts:
@@ -262,7 +262,7 @@ class Generations:
                 self._begin(members, decision.payload, cause)
 
     def _candidates(self, *, draining: bool) -> tuple[Member, ...]:
-        """Return the nodes for the next generation, those that hold state first.
+        """Return the connected nodes for a new generation, nodes with training state first.
 
         Args:
             draining: include nodes that are to leave.
@@ -288,7 +288,7 @@ class Generations:
         self._begin(members, lost.payload, cause)
 
     def _begin(self, members: tuple[Member, ...], payload: str, cause: str) -> None:
-        """Send a new generation to its members, and suspend former members that are not in it."""
+        """Send a new generation to its members, and suspend members of the last generation that are not in it."""
         left = [
             member for member in self.members if self._connected.get(member.node) == member and member not in members
         ]
@@ -308,7 +308,7 @@ class Generations:
             self._out.append(Arm(timer=TimerKind.ATTEMPT, generation=self.generation))
 
     def _wait(self, reason: str) -> None:
-        """End the generation and wait for nodes, since no plan can run with the connected ones."""
+        """End the generation and wait for more nodes, since no plan runs on the connected ones."""
         self._emit(EventKind.WAITING, cause=reason)
         if self.phase is not Phase.WAITING:
             for node in self._connected:
@@ -361,7 +361,6 @@ class Generations:
         self._change_between_steps()
 
     def _change_between_steps(self) -> None:
-        """Begin a new generation if nodes wait to join or are to leave."""
         joining = [node for node, member in self._connected.items() if member not in self.members]
         leaving = sorted(self._draining)
         if joining or leaving:
@@ -383,7 +382,6 @@ class Generations:
                 self._release(node)
 
     def _release(self, node: str) -> None:
-        """Release a node, which ends its workers."""
         ended = self.history.ended
         reason, success = (ended.reason, ended.success) if ended is not None else ("the node was asked to go", True)
         self._emit(EventKind.RELEASED, node=node)
@@ -393,14 +391,12 @@ class Generations:
         self._draining.discard(node)
 
     def _take(self) -> list[Effect]:
-        """Remove and return the effects collected since the last call of this method."""
         effects, self._out = self._out, []
         return effects
 
     def _emit(
         self, kind: EventKind, *, node: str | None = None, step: int | None = None, cause: str | None = None
     ) -> None:
-        """Append an event for the event log to the effects."""
         self._out.append(RunEvent(kind=kind, generation=self.generation, node=node, step=step, cause=cause))
 
     def _send(self, node: str, message: msg.Message) -> None:

@@ -117,7 +117,7 @@ _KINDS: dict[str, type[Record | History]] = {
     "ended": Ended,
     "history": History,
 }
-"""Class of a log line's content, by the only key of the line's JSON object. A compacted log begins with `history`."""
+"""Class of the contents of a log line, by the only key of the line's JSON object. A compacted log begins with `history`."""
 _KEYS = {kind: key for key, kind in _KINDS.items()}
 
 
@@ -170,7 +170,7 @@ def _encode(line: Record | History) -> bytes:
 
 
 def _decode(text: bytes) -> Record | History | None:
-    """Return the contents of a line; None if the line is damaged."""
+    """Return the contents of a log line; None if the line is damaged."""
     head, blank, body = text[:8], text[8:9], text[9:]
     with contextlib.suppress(ValueError, KeyError, msgspec.DecodeError):
         if blank == b" " and int(head, 16) == zlib.crc32(body):
@@ -180,7 +180,7 @@ def _decode(text: bytes) -> Record | History | None:
 
 
 def _read(data: bytes, path: Path) -> tuple[History, int]:
-    """Return (history of the records in `data`, number of bytes of `data` before a cut-off last line)."""
+    """Read a log: return (history of its records, number of bytes before a last line that was cut off by a crash)."""
     history, good = History(), 0
     while good < len(data):
         end = data.find(b"\n", good)
@@ -198,7 +198,7 @@ def _read(data: bytes, path: Path) -> tuple[History, int]:
 
 
 def _compact(path: Path, history: History) -> None:
-    """Replace a log by one line that holds its history. After a crash at any point, either the old or the new log is intact."""
+    """Replace a log by one line with its history. If this process crashes, either the old or the new log is intact."""
     other = path.with_name(path.name + ".new")
     file = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

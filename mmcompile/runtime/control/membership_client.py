@@ -59,7 +59,7 @@ class MembershipClient:
     """
 
     def __init__(self, end: socket.socket, index: int, times: Times, lost: Callable[[], None]) -> None:
-        """Start to listen on the socket `end`; `lost` is called by the listening thread when the agent is gone."""
+        """Start a thread that reads messages of the node's agent from socket `end`; it calls `lost` once the agent has ended."""
         self.superseded = False
         self.draining = False
         self.on_superseded: Callable[[], None] | None = None
@@ -175,10 +175,10 @@ class MembershipClient:
         )
 
     def _ask(self, message: msg.Message, answered: Callable[[], bool], said: Callable[[], None] = lambda: None) -> None:
-        """Send a message and wait for its answer, which counts even if the generation ended right after it.
+        """Send a message and wait for its answer. An answer counts even if the generation ended right after it.
 
         Args:
-            answered: returns whether the answer has arrived.
+            answered: returns true once the answer has arrived.
             said: called once the message is sent.
         """
         self.check()

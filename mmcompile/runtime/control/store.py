@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _GENERATION = re.compile(r"\bgeneration/(\d+)/")
-"""Pattern of `Generation.prefix` in a key of the store."""
+"""Pattern in the store's keys that gives the number of the generation that wrote the key."""
 
 
 def serve_store(listener: socket.socket) -> int:

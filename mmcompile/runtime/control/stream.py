@@ -14,7 +14,7 @@ STRANGER_FRAME_BYTES = 4096
 """Maximum bytes of a message from a peer that has not proved the secret."""
 _READ_BYTES = 2**16
 _BACKLOG_BYTES = 4 * FRAME_BYTES
-"""Maximum unsent bytes for a peer that does not read; beyond them the link counts as broken."""
+"""Maximum unsent bytes for a peer that does not read; with more the connection counts as broken."""
 
 
 class Stream:
@@ -95,7 +95,7 @@ class Stream:
         self._end.close()
 
     def _fill(self) -> None:
-        """Read available bytes, but no more than one message can have, so that a peer cannot fill the memory."""
+        """Read the available bytes from the socket, at most about one message's, so that a peer cannot fill the memory."""
         while not self.closed and len(self._incoming) <= LENGTH_BYTES + self.limit_bytes:
             try:
                 data = self._end.recv(_READ_BYTES)

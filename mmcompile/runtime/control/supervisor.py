@@ -89,7 +89,6 @@ class Supervisor:
         return 0 if coordinator.run() else _FAILED
 
     def _start(self, name: str) -> int:
-        """Start the process `name` ("store" or "coordinator"), and return its process id."""
         self._starts_s[name].append(time.monotonic())
         if name == "coordinator":
             return fork_process(self._coordinate, keep=(self._listener.fileno(),))
@@ -107,4 +106,4 @@ class Supervisor:
 
 
 _FAILED = 3
-"""Exit code of a coordinator that ended training because of an error; it is not restarted, since that would not help."""
+"""Exit code of a coordinator that ended training because of an error. It is not restarted: that would not help."""

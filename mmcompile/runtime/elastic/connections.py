@@ -36,11 +36,11 @@ from mmcompile.runtime.launch.session import Runner
 T = TypeVar("T")
 
 _LEAVE_S = 0.002
-"""Seconds between two checks whether a thread that is to end has ended."""
+"""Seconds between two checks for the end of a thread."""
 _STUCK_S = 0.5
-"""Seconds after a cut for which a thread may still wait for a message before it is left behind.
+"""Maximum seconds to wait for a thread that still waits for a message after its connections were shut down.
 
-gloo releases every wait, except for a send that it had begun to write when the connection ended (seen with torch 2.13).
+gloo ends every wait, except for a send that it had begun to write when the connection ended (seen with torch 2.13).
 """
 
 
@@ -205,7 +205,7 @@ class Connection:
 
 
 class _StoreClient:
-    """Keeps a connection to the store over generations. `cut` shuts it down, to end waits while ranks connect to each other."""
+    """Connection to the store, kept over generations. `cut` shuts it down, which ends waits of threads that use it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -214,7 +214,7 @@ class _StoreClient:
         self._fence: Fence | None = None
 
     def client(self, address: str, is_cut: Callable[[], bool]) -> dist.TCPStore:
-        """Return the store at `address` (host:port). A new connection is shut down if `is_cut()`: the generation has ended."""
+        """Return the connection to the store at `address` (host:port). A new one is shut down if `is_cut()` is true."""
         if not self._is_usable(address):
             self._client, self._address = None, address
             self._fence = Fence(of_store(int(address.rsplit(":", 1)[1])))
@@ -240,7 +240,7 @@ class _StoreClient:
 
 
 def _is_local(store: str) -> bool:
-    """Return whether a store is at the loopback address, and so all workers on its machine."""
+    # All workers of a store at the loopback address are on its machine.
     host = store.rsplit(":", 1)[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -82,7 +82,7 @@ class ElasticController:
             self._planning = None
 
     def _plan_ahead(self, number: int) -> None:
-        """Start to plan a step on the planning thread, unless training ends before the step."""
+        """Start to plan step `number` on the planning thread, unless training ends before it."""
         assert self._planning is not None, "no generation was started"
         planner, thread = self._planning
         if number > self._job.num_steps:
@@ -95,7 +95,7 @@ class ElasticController:
         return planner.plan(number, samples), cursor
 
     def _read(self, step: int) -> tuple[Sequence[Sample], str]:
-        """Return the samples of a step, and the data cursor after them."""
+        """Return the samples of a step, and the state of the data after them as text."""
         for old in [kept for kept in self._kept if kept < step - 1]:
             del self._kept[old]
         while step not in self._kept:
@@ -106,9 +106,9 @@ class ElasticController:
 
 
 def _collated(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
-    """Return the microbatch that `collate` makes of samples with the numbers `names`; raise DataError if it fails.
+    """Return the microbatch that the user's `collate` makes of samples with the numbers `names`.
 
-    A failure of the user's function would recur on any other rank 0, so no node counts as lost.
+    Raises DataError if `collate` fails. No node counts as lost then: the failure would recur on any node.
     """
     try:
         return collate(samples, names)

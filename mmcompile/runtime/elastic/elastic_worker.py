@@ -96,9 +96,9 @@ class ElasticWorker:
 
 
 class _GenerationRun:
-    """A worker's run through one generation: it copies the state it lacks, then computes steps and applies each after its commit.
+    """Training by one worker in one generation: it copies the state it lacks, then runs steps, each applied after its commit.
 
-    Made once the groups of the generation are connected. Rank 0 then starts to plan its first step.
+    It is made once the generation's workers are connected. Rank 0 then starts to plan its first step.
     """
 
     def __init__(self, worker: ElasticWorker, connection: Connection, generation: Generation) -> None:
@@ -122,7 +122,7 @@ class _GenerationRun:
             worker.controller.start(self._plan, self._layout.placement(), generation.committed, data)
 
     def gather_state(self) -> None:
-        """Copy the state this worker lacks. No state is dropped: another generation may come before this one is active."""
+        """Copy the state this worker lacks from others. No state is dropped: this generation may end before it becomes active."""
         store, committed = self._store, self._generation.committed
         if self._id.node in self._generation.joined or self._plan.checkpoint is not None:
             store.clear()
@@ -141,7 +141,7 @@ class _GenerationRun:
         store.hold(lacking)
 
     def train(self) -> None:
-        """Run steps until the last one. Raises Superseded if the generation ends before."""
+        """Run steps up to the job's last one. Raises Superseded if the generation ends earlier."""
         if self._plan.farewell:
             self._save_and_stop()
             return
@@ -192,7 +192,7 @@ class _GenerationRun:
             self._connection.call(collect)
 
     def _lead_step(self, step: int, worker: GenerationWorker) -> tuple[StepTotals, str]:
-        """Plan and compute a step on rank 0; return its totals and the cursor to commit."""
+        """Plan a step on rank 0 and compute it on all ranks; return its totals and the step record to commit, as text."""
         start_s = time.perf_counter()
         planned, data = self._worker.controller.step(step, self._connection.check)
         waited_s = time.perf_counter() - start_s
@@ -210,7 +210,7 @@ class _GenerationRun:
             raise VerifyError(str(error)) from error
 
     def _settle(self) -> None:
-        """After the first commit, drop layers that moved to other workers, and delete earlier generations' keys in the store."""
+        """After the generation's first commit, drop layers that other workers now hold, and delete old keys from the store."""
         self._store.keep(self._layers)
         self._owners = saving.owners(self._layout, former=False)
         if self._generation.rank == 0:
@@ -240,7 +240,7 @@ class _GenerationRun:
             print(f"mmcompile: step {step} is not saved: {error}", file=sys.stderr, flush=True)
 
     def _save_and_stop(self) -> None:
-        """Save the layers that the remaining nodes hold, and end training, since the nodes are too few to continue."""
+        """Save the layers that the remaining nodes hold, and end training: too few nodes are left."""
         step = self._generation.committed
         if step:
             self._save(step)

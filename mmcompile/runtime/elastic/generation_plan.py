@@ -14,17 +14,13 @@ from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 
 class _JsonText:
-    """A value that passes through the coordinator as JSON text."""
-
     __slots__ = ()
 
     def encode(self) -> str:
-        """Return this value as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Return the value that `encode` wrote as JSON text."""
         return msgspec.json.decode(text, type=cls)
 
 

@@ -26,10 +26,10 @@ from mmcompile.runtime.worker import Worker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StepOrder:
-    """Rank 0's broadcast at the start of a step: the step's plan, and the optimizer's settings for it."""
+    """Message from rank 0 to all ranks at the start of a step: the step's plan, and the optimizer's settings."""
 
     has_new: bool
-    """True if patterns that some ranks lack are sent next."""
+    """True if rank 0 sends the programs of new patterns next, because some ranks lack them."""
     step: Step
 
 
@@ -113,13 +113,13 @@ class GenerationWorker:
         return tuple(sorted(mine))
 
     def _learn(self, patterns: Sequence[PatternPrograms] = ()) -> None:
-        """Receive the programs of new patterns from rank 0, which passes them as `patterns`."""
+        """Receive the programs of new patterns from rank 0. On rank 0, `patterns` are the patterns to send."""
         share(self._groups, self._programs, patterns)
         self._store.learn(self._programs.parameters())
         self._store.hold(self._layers)
 
     def _install(self, plan: StepPlan) -> None:
-        """Build this worker's layers in the patterns of a step that it has not built yet."""
+        """Load this worker's layers for the patterns of a step, unless loaded before."""
         here = {stage.program_name for stage in self._stages if self._groups.rank in stage.ranks}
         for pattern in dict.fromkeys(microbatch.pattern for microbatch in plan.microbatches):
             if pattern in self._installed:

@@ -35,13 +35,13 @@ CHUNK_BYTES = 16 * 2**20
 _WINDOW = 2
 """Maximum number of chunks being sent at once: one is sent while the next is filled."""
 _TAG = 2**31 - 4
-"""Tag of layer copies: above the tags of links, below those of broadcasts, gradients and control messages."""
+"""Tag of messages that copy layers, between the smaller tags of values and the larger tags of broadcasts."""
 _ADVICE = "it was not used; if this comes again, test the memory and the network of both nodes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """One worker's settings for all its copies: groups, ranks of workers, function called before waits, and bytes of a chunk."""
+    """Settings of all copies of one worker. `ranks` has each worker's rank; `check` is called before each wait."""
 
     groups: Groups
     ranks: Mapping[WorkerId, int]
@@ -81,7 +81,7 @@ def run_copies(
 def _rounds(
     copies: Sequence[LayerCopy[WorkerId]], ranks: Mapping[WorkerId, int], rank: int
 ) -> list[tuple[LayerCopy[WorkerId] | None, LayerCopy[WorkerId] | None]]:
-    """Return (copy this rank sends or None, copy it receives or None) for each round in which it has either, in order."""
+    """Return this rank's copies by round, in order: (copy it sends, copy it receives); None for no copy."""
     sends: dict[int, LayerCopy[WorkerId]] = {}
     receives: dict[int, LayerCopy[WorkerId]] = {}
     for copy in copies:
@@ -98,8 +98,8 @@ def _rounds(
 def _run(side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[WorkerId] | None, store: LayerStore) -> None:
     """Run one round of copies: send one layer, receive one, or both at once (None: no copy).
 
-    No worker waits for bytes before its own header is sent, nor for its own bytes to be sent before it is ready to receive. So
-    workers may send to each other, in rings of any length.
+    A worker sends its header before it waits for bytes, and is ready to receive before it waits for its own bytes to be sent.
+    So workers may send to each other in rings of any length without a deadlock.
     """
     arrival = None if receive is None else _Arrival(side, receive)
     departure = None if send is None else _Departure(side, send, store)
@@ -114,7 +114,7 @@ def _run(side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[Worke
 
 
 class _Messages:
-    """Messages in transfer between this worker and another, oldest first."""
+    """Queue of messages in transfer between this worker and another, oldest first."""
 
     def __init__(self, side: _Side, rank: int) -> None:
         self._side, self._rank = side, rank
@@ -130,7 +130,6 @@ class _Messages:
         self._works.append((self._side.groups.receive_control(data, self._rank, _TAG), data))
 
     def wait(self) -> Tensor:
-        """Wait for the oldest message, remove it, and return its buffer."""
         self._side.check()
         work, data = self._works.popleft()
         wait(work)
@@ -138,7 +137,7 @@ class _Messages:
 
 
 class _Departure:
-    """A layer that this worker sends. Constructing it starts to send the header."""
+    """A layer that this worker sends. The constructor starts to send the header, which describes the layer's tensors."""
 
     def __init__(self, side: _Side, copy: LayerCopy[WorkerId], store: LayerStore) -> None:
         self._messages, self._chunk_bytes = _Messages(side, side.ranks[copy.destination]), side.chunk_bytes
@@ -149,7 +148,7 @@ class _Departure:
             self._messages.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def finish(self) -> None:
-        """Send the layer's bytes, and wait until they are sent."""
+        """Send the tensors of the layer, and wait until they are sent."""
         for chunk in chunks(self._tensors, self._chunk_bytes):
             while len(self._messages) >= _WINDOW:
                 self._messages.wait()
@@ -159,7 +158,7 @@ class _Departure:
 
 
 class _Arrival:
-    """A layer that this worker receives. Constructing it starts to receive the frame, which precedes the header."""
+    """A layer that this worker receives. The constructor starts to receive the length and hash of the header."""
 
     def __init__(self, side: _Side, copy: LayerCopy[WorkerId]) -> None:
         self.layer = copy.layer
@@ -170,7 +169,7 @@ class _Arrival:
         self._parts: list[tuple[Entry, Tensor]] = []
 
     def accept(self) -> None:
-        """Wait for the header, and start to receive all bytes of the layer. Raises EngineError if the header is damaged."""
+        """Wait for the header, and start to receive the layer's tensors. Raises EngineError if the header is damaged."""
         try:
             frame = _bytes(self._messages.wait())
             self._messages.receive(torch.empty(header_length(frame), dtype=torch.uint8))
@@ -187,7 +186,7 @@ class _Arrival:
             self._messages.receive(chunk)
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the bytes, and return the layer's tensors by name. Raises EngineError if they are damaged."""
+        """Wait for the layer's tensors, and return them by name. Raises EngineError if they are damaged."""
         while len(self._messages):
             self._messages.wait()
         tensors = {entry.name: entry.read(part) for entry, part in self._parts}

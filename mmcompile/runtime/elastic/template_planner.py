@@ -63,7 +63,7 @@ class TemplatePlanner:
         return self._next(change, GenerationPlan.decode(change.previous_payload))
 
     def _start(self, change: MembershipChange) -> Decision:
-        """Return a plan that starts from the model's initial state or a checkpoint, or a wait for more nodes."""
+        """Return the first plan of a run, which reads a checkpoint if there is one, or a request to wait for more nodes."""
         wanted = max(self.start_nodes, self._job.min_nodes)
         if len(change.members) < wanted:
             return Wait(reason=f"{len(change.members)} of {wanted} nodes are there")
@@ -119,7 +119,7 @@ class TemplatePlanner:
         return replace(lost, checkpoint_step=saved.step, cursor=saved.cursor, payload=fresh.payload)
 
     def _farewell(self, change: MembershipChange, reason: str, held: _Held) -> GenerationPlan:
-        """Return a plan for too few nodes, by which they save the layers they hold and training ends."""
+        """Return a plan that ends training, because too few nodes are left: they save the layers they hold."""
         return GenerationPlan(
             pipelines=(),
             spares=tuple(Spare(node=node, reason="training ends") for node in change.members),
@@ -132,7 +132,7 @@ class TemplatePlanner:
         )
 
     def _held(self, change: MembershipChange, before: GenerationPlan) -> _Held:
-        """Return the layers held at the last committed step, by worker, for all workers whose node was in the last generation."""
+        """Return the layers of the last committed step by worker, for workers whose node was in the last generation."""
         held = layers_by_worker(before, self._job)
         if change.committed == before.committed:
             # Nothing was committed since, so nothing that moved away was dropped or is old.
@@ -154,7 +154,7 @@ class TemplatePlanner:
         return replace(plan, copies=copies, former=self._former(change.members, held, needed))
 
     def _former(self, members: Iterable[str], held: _Held, needed: _Held) -> dict[str, tuple[LayerRuns, ...]]:
-        """Return the consecutive layers that each worker holds but does not need in the new plan, by node and then by worker."""
+        """Return the runs of layers that each worker holds but does not need in the new plan: one item a worker, by node."""
         found: dict[str, tuple[LayerRuns, ...]] = {}
         for node in members:
             workers = [WorkerId(node=node, index=index) for index in range(self.resilience.devices_per_node)]
@@ -176,7 +176,6 @@ class TemplatePlanner:
 
 
 def _generation_plan(found: MembershipPlan[str], *, committed: int) -> GenerationPlan:
-    """Return the generation plan for `found`, a plan of pipelines on nodes. Layer copies between workers are not planned yet."""
     return GenerationPlan(
         pipelines=found.pipelines,
         spares=found.spares,

@@ -22,7 +22,7 @@ from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.monitoring.timer import one_thread
 
 _RUNS = 2
-"""Number of runs of a layer whose sizes vary: one that compiles, and one of other sizes, which may need code of their own."""
+"""Number of runs of a layer whose tensor sizes vary: one that compiles it, and one with other sizes, which may compile again."""
 
 
 def warm_up(
@@ -69,7 +69,7 @@ def num_graphs() -> int:
 
 
 class _Values:
-    """Makes the inputs, sizes and parameters with which the programs of one microbatch are run for compilation."""
+    """Makes inputs and parameters of one microbatch's programs, with which they are run once to compile them."""
 
     def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._microbatch = microbatch
@@ -79,13 +79,13 @@ class _Values:
         """Values sent between stages that are not random (integers, masks), by name."""
 
     def sizes(self, program: StageProgram) -> tuple[object, ...]:
-        """Return, for each input of a program in order, its shape if it is a tensor, or its value if it is an integer size."""
+        """Return the shape of each tensor input and the value of each integer input, in the program's order."""
         return tuple(
             self._microbatch.sizes[port.name] if port.kind == "size" else self._shape(port) for port in program.inputs
         )
 
     def inputs(self, program: StageProgram, *, gradient: bool) -> list[Tensor | int]:
-        """Return values for all inputs of a program. With `gradient`, those whose gradient it sends back require grad."""
+        """Return a program's inputs. With `gradient`, inputs whose gradient the program sends back require grad."""
         return [
             self._microbatch.sizes[port.name]
             if port.kind == "size"
@@ -94,7 +94,7 @@ class _Values:
         ]
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
-        """Return (the program with its constants moved to the device, its parameters and buffers on the device by name)."""
+        """Copy to the device: return (program with its constants there, its parameters and buffers there by name)."""
         names = [spec.name for spec in program.parameters] + list(program.buffers)
         constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
         held = {name: self._tensors[name].to(self.device) for name in names}
@@ -118,7 +118,7 @@ class _Values:
         return self._known[port.name].detach()
 
     def _make(self, program: StageProgram) -> None:
-        """Run a program for its integer and boolean results: other layers read them, and random indices would be invalid."""
+        """Run a program, and store its integer and boolean results for other programs: random indices would be invalid."""
         with torch.no_grad():
             results = load_stage(*self.held(program), self.device)(*self.inputs(program, gradient=False))
         for port, value in zip(program.outputs, results, strict=True):
@@ -127,7 +127,7 @@ class _Values:
 
 
 def _run(program: StageProgram, values: _Values, backend: str) -> None:
-    """Run the forward of a program, and the backward if the executor runs one."""
+    """Run a program once: its forward, and its backward if training needs one."""
     stage = load_compiled_stage(*values.held(program), values.device, backend=backend)
     inputs = values.inputs(program, gradient=program.has_backward)
     with torch.set_grad_enabled(program.has_backward):
@@ -143,7 +143,7 @@ def _run(program: StageProgram, values: _Values, backend: str) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Generator[None]:
-    """Return a context in which compilation uses no other process or thread, which forked processes would lack."""
+    """Return a context in which torch compiles in this thread alone: other threads would not exist in forked processes."""
     # torch's interpreters make progress bars, hidden ones too, and the first bar starts a thread that watches all.
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
     try:

@@ -17,7 +17,7 @@ from mmcompile.runtime.executor.loaded_stage import Stages
 
 _ALIGN_BYTES = 64
 _MESSAGE_BYTES = 256 * 1024
-"""Maximum bytes of a message that packs several microbatches: a rank is to hold the inputs of the next few only."""
+"""Maximum bytes of a message with inputs of several microbatches. It limits the inputs that a rank stores in advance."""
 _AHEAD = 2
 """Maximum number of messages with batch inputs that a rank starts to receive before it needs them."""
 
@@ -70,9 +70,9 @@ class BatchInputs:
         """Start to send batch inputs on rank 0, or to receive them on another rank.
 
         Args:
-            loaded: per microbatch, this rank's stages.
-            values: on rank 0, per microbatch the batch inputs by name; () on other ranks.
-            tag: tag of the first message; the next messages have the tags after it.
+            loaded: this rank's stages, per microbatch.
+            values: batch inputs by name, per microbatch, on rank 0; () on other ranks.
+            tag: tag of the first message; each further message has the next higher tag.
         """
         self._groups = groups
         self._tag = tag
@@ -103,7 +103,6 @@ class BatchInputs:
             wait(work)
 
     def _send(self, plan: StepPlan, values: Sequence[Mapping[str, Tensor]]) -> None:
-        """Keep rank 0's inputs, and start to send the other ranks theirs."""
         for microbatch, names in enumerate(self._names):
             self._arrived[microbatch] = {name: values[microbatch][name].to(self._groups.device) for name in names}
         for rank in range(1, self._groups.world_size):

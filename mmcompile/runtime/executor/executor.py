@@ -59,7 +59,7 @@ class ReceivedValue:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, received: ReceivedValue) -> Tensor:
-        """Return a view of `value`. `anchor` requires grad, so that autograd calls `backward`: `value` itself requires none."""
+        """Return a view of `value`. It requires grad as `anchor` does, so that autograd calls `backward`; `value` does not."""
         ctx.received = received
         return value.view_as(value)
 
@@ -71,14 +71,14 @@ class _Boundary(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Values of a forward that its backward needs. Of the stage's results only graph edges are kept, without their data."""
+    """Parts of a forward on one microbatch that its backward needs; only graph edges of results, so their data can be freed."""
 
     received: list[ReceivedValue]
     edges: list[tuple[OutputSlot, GradientEdge | None]]
     loss: tuple[GradientEdge, Tensor] | None
-    """Edge of the loss, and the gradient from which its backward starts (the microbatch's loss weight)."""
+    """Graph edge of the loss, and the gradient that its backward starts from: the microbatch's loss weight."""
     deferred: tuple[DeferredGradient, ...]
-    """Weight gradients that the input-gradient part of the backward leaves to action W."""
+    """Weight gradients that are computed later, by action W, and not in the backward."""
 
 
 class Executor:
@@ -100,10 +100,10 @@ class Executor:
         """Prepare a step.
 
         Args:
-            loaded: per microbatch of the step, the stages by which this rank runs it; empty for a microbatch that others run.
+            loaded: this rank's stages, per microbatch of the step; empty for a microbatch that only other ranks run.
             sums: called after every backward; it takes the gradients that the backward left in `.grad`.
-            seed: random seed of forwards, combined with step, stage, and the first sample of the microbatch, so that random
-                numbers are the same on every rank and do not depend on the other microbatches.
+            seed: random seed of the job. Each forward combines it with the step, the stage and the first sample of the
+                microbatch, so that its random numbers do not depend on the rank or on other microbatches.
             check: called before every action; an exception it raises ends the step.
         """
         self._plan = plan
@@ -160,7 +160,7 @@ class Executor:
         return result
 
     def _compute(self, action: Action) -> int:
-        """Run a forward (F), a whole backward (B), or one of its parts (I, W); return the index of the microbatch."""
+        """Run a forward (F), a whole backward (B), or one of its parts (I, W); return the microbatch's index in the step plan."""
         microbatch = self._p2p.microbatch(action.stage, action.microbatch)
         stage = self._loaded[microbatch][action.stage]
         match action.kind:
@@ -194,7 +194,7 @@ class Executor:
     def _arguments(
         self, stage: LoadedStage, microbatch: int, received: list[ReceivedValue] | None
     ) -> list[Tensor | int]:
-        """Return the inputs of a stage in the order of its ports. Link inputs that get a gradient are appended to `received`."""
+        """Return a stage's inputs in order. Values from other stages that need a gradient are also appended to `received`."""
         roots: Mapping[str, Tensor] = self._p2p.batch_inputs(microbatch)
         sizes = self._plan.microbatches[microbatch].sizes
         arguments: list[Tensor | int] = []
@@ -212,7 +212,7 @@ class Executor:
     def _keep_loss(
         self, stage: LoadedStage, results: Sequence[Tensor], microbatch: int
     ) -> tuple[GradientEdge, Tensor] | None:
-        """Keep a microbatch's loss for the step's totals; return its graph edge and starting gradient (None without a backward).
+        """Store the loss of a microbatch, and return its graph edge and starting gradient; None if it needs no backward.
 
         A microbatch without valid tokens is skipped: its mean would be 0 / 0.
         """
@@ -224,7 +224,6 @@ class Executor:
         return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
 
     def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
-        """Run the backward of a stage by autograd, except for weight gradients that the stage defers to W."""
         fail_point("backward", rank=self._rank, step=self._plan.step)
         saved = self._saved.pop((microbatch, stage.index))
         edges: list[GradientEdge] = []
@@ -244,7 +243,6 @@ class Executor:
         self._deferred[microbatch, stage.index] = saved.deferred
 
     def _run_weight_gradients(self, stage: LoadedStage, microbatch: int) -> None:
-        """Run the deferred weight gradients (W) of a backward."""
         for gradient in self._deferred.pop((microbatch, stage.index)):
             gradient.add()
         self._sums.ran(stage.trainable)
@@ -270,7 +268,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _key(*parts: int) -> int:
-    """Return one random seed in [0, 2^63), derived from several integers."""
+    """Return a random seed in [0, 2^63) derived from all integers in `parts`."""
     key = 0
     for part in parts:
         key = (key * 1_000_003 + part) % 2**63

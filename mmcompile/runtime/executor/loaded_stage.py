@@ -141,9 +141,9 @@ def _key(stages: Sequence[PlacedStage], placed: int) -> int:
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:
-    """Return the placed stages of stage `placed`'s balance group and replica: indices in `stages`, by name in programs.
+    """Return indices in `stages` of the balance group and replica of stage `placed`, by the stage name that programs use.
 
-    Raises VerifyError if a peer of the program is not placed, in any balance group.
+    Raises VerifyError if `program` exchanges values with a stage that is not placed.
     """
     here = stages[placed]
     if here.program_name != program.stage:

@@ -34,10 +34,10 @@ from mmcompile.runtime.executor.row_routing import (
 )
 
 _AHEAD = 4
-"""Maximum number of actions whose receives are posted early: gloo sends at once, without asking, if the receive is posted."""
+"""Maximum number of actions whose receives start early: gloo sends a message without delay if its receive has started."""
 
 _Value = str | int
-"""Payload of a message on an edge: a value of the balance group by name, or a row exchange by its position in the step plan."""
+"""Tensor in a message: a value by its name, or rows of a value by the position of their exchange in `StepPlan.exchanges`."""
 
 
 class P2P:
@@ -67,9 +67,9 @@ class P2P:
 
         Args:
             stages: all placed stages; each replica and shard of a stage is one.
-            loaded: per microbatch of the step, the stages by which this rank runs it; empty for a microbatch that others run.
+            loaded: this rank's stages, per microbatch of the step; empty for a microbatch that only other ranks run.
             actions: this rank's part of the schedule.
-            values: on rank 0, per microbatch the batch inputs by name; () on other ranks.
+            values: batch inputs by name, per microbatch, on rank 0; () on other ranks.
             check_rows: send the numbers of the samples with rows, and check them at the receiver.
 
         Raises:
@@ -214,7 +214,6 @@ class P2P:
         self._inputs.finish()
 
     def _keep(self, action: Action, value: _Value, tensor: Tensor) -> None:
-        """Store a received tensor where its reader takes it: as a value, a gradient, or rows of an exchange."""
         microbatch = self._ends(action)[0]
         forward = action.kind is ActionKind.RECV_F
         if isinstance(value, int):
@@ -244,7 +243,7 @@ class P2P:
         return _Receive(self._groups.receive(tensor, lane, tag), item, tensor, before)
 
     def _items(self, action: Action, edge: Edge) -> list[_Item]:
-        """Return the tensors that an action sends or receives, in the order in which both sides send and receive them."""
+        """Return the tensors that an action sends or receives on an edge; sender and receiver compute the same order."""
         if edge.source == edge.target:
             stage = self._loaded[edge.source][action.stage]
             names = _moved(stage, action.kind)[_peer(action)]
@@ -261,7 +260,7 @@ class P2P:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Return the sample number of each row of a row exchange (int64 [rows]); None for other items, or without row checks."""
+        """Return the sample number of each row in a row exchange (int64 [rows]), if they are to be checked; else None."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])
@@ -275,7 +274,7 @@ class P2P:
         check_samples(got, exchange, where)
 
     def _ends(self, action: Action) -> tuple[int, int]:
-        """Return the step plan's indices of the microbatches between which an action moves tensors: at its stage, at its peer."""
+        """Return the microbatches of an action's own stage and of its peer stage, as indices in `StepPlan.microbatches`."""
         return self.microbatch(action.stage, action.microbatch), self.microbatch(_peer(action), action.other)
 
     def _edge(self, action: Action) -> Edge:
@@ -285,7 +284,6 @@ class P2P:
         return Edge(there, _peer(action), here, action.stage)
 
     def _slot(self, action: Action, microbatch: int) -> int:
-        """Return the place in the schedule (slot) of the microbatch's forward (SEND_F) or backward (SEND_B)."""
         plan = self._plan.microbatches[microbatch]
         return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
 
@@ -299,28 +297,28 @@ class P2P:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor that moves on an edge, with its shape and dtype."""
+    """One tensor in the message from one stage to another, with its shape and dtype."""
 
     value: _Value
     place: int
-    """Position among the tensors of the edge; sender and receiver count the same."""
+    """Position among the tensors between the two stages, the same at sender and receiver."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Receive:
-    """One tensor that this rank is receiving: its message in transfer, and the buffer that the message fills."""
+    """One tensor that this rank is receiving: the pending message, and the buffer that it fills."""
 
     work: Work
     item: _Item
     tensor: Tensor
     ids: tuple[Work, Tensor] | None
-    """Preceding message and its buffer, with the sample number of each row (int64 [rows]); None if rows are not checked."""
+    """Message before the rows, and its buffer: the sample number of each row (int64 [rows]). None if rows are not checked."""
 
 
 def _moved(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
-    """Return the names of the values of the balance group that an action of this kind moves, by index of the peer stage."""
+    """Return the names of the values that an action of `kind` sends or receives at a stage, by index of the peer stage."""
     return {
         ActionKind.SEND_F: stage.to_peer,
         ActionKind.RECV_F: stage.from_peer,

@@ -61,7 +61,7 @@ class RowRouting:
     """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage], rank: int) -> None:
-        """Derive the messages of `rank`.
+        """Compute the messages that `rank` sends and receives in a step.
 
         Raises:
             EngineError: the step has more messages than there are tags.
@@ -273,7 +273,11 @@ def _check_exchange(exchange: RowExchange, source: Mapping[str, ValueShape], tar
 
 
 def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Tensor | None:
-    """Return the rows without a copy if they are the whole value, in order; else None. `into`: their row ranges in the value."""
+    """Return the received rows without a copy if they are a whole value of `shape` in order, else None.
+
+    Args:
+        into: ranges of the value's rows that the received rows fill.
+    """
     runs = _runs(rows.ranges, into)
     if len(runs) != 1 or runs[0][2] != shape.shape[0]:
         return None
@@ -281,7 +285,7 @@ def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Ten
 
 
 def _runs(there: Sequence[Range], here: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return (first row in `there`, first row in `here`, number of rows) for equally long ranges, adjoining ones merged."""
+    """Pair equally long row ranges of two tensors, adjoining pairs merged: (first row there, first row here, number of rows)."""
     runs: list[tuple[int, int, int]] = []
     for (first, last), (into, _) in zip(there, here, strict=True):
         if first == last:

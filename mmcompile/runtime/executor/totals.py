@@ -21,7 +21,7 @@ from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
 
 _NAMED = 5
-"""Maximum number of parameters that an error names."""
+"""Maximum number of parameter names in an error message."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,7 +94,7 @@ def metrics_of(plan: StepPlan, totals: StepTotals, start_s: float) -> StepMetric
 
 
 def _vector(names: Sequence[str], values: Mapping[str, float] | None) -> Tensor:
-    """Return the values in the order of names (float64 [names]), 0 where a name has none; an empty tensor if `values` is None."""
+    """Return values in the order of `names`, float64 [names], 0.0 for an absent name; an empty tensor if `values` is None."""
     if values is None:
         return torch.zeros(0, dtype=torch.float64)
     assert values.keys() <= set(names), f"not among the model's trainable parameters: {values.keys() - set(names)}"
@@ -102,7 +102,7 @@ def _vector(names: Sequence[str], values: Mapping[str, float] | None) -> Tensor:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """Return the sum in the order given, without the compensated summation of newer Pythons' `sum`."""
+    """Add values in the order given. The built-in `sum` of newer Python versions corrects rounding errors, so it differs."""
     total = 0.0
     for value in values:
         total += value

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _NICE = 10
 _MODULE = "mmcompile.runtime.launch.background_balancer"
-"""This module, also the main module of the process, whose argument is the file descriptor of its socket."""
+"""Name of this module. It is run as a process, with the file descriptor of a socket as its argument."""
 _END_S = 1.0
 
 
@@ -59,7 +59,7 @@ class _Answer:
     assignment: Assignment | None = None
     reason: str = ""
     error: str = ""
-    """Message of a ConfigError, in which case there is no assignment; "" without an error."""
+    """Message of a ConfigError, raised instead of an assignment; "" without an error."""
 
 
 @final
@@ -142,7 +142,7 @@ class BackgroundBalancer(Balancer):
             _send(self._line, message)
 
     def _heard(self) -> _Answer | None:
-        """Return the next answer of the process; None if it has ended."""
+        """Wait for the next answer of the balancer's process; return None if the process has ended."""
         assert self._line is not None, "the process was not started"
         answer = None
         with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ def serve(line: socket.socket) -> None:
 
 
 def _yield_cores() -> None:
-    """Lower this process's priority below that of ranks on the same cores: planning has a whole step's time."""
+    """Lower this process's priority below that of ranks on the same cores: it has the time of a whole step."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -184,13 +184,12 @@ def _send(line: socket.socket, message: object) -> None:
 
 
 def _received(line: socket.socket, kind: type[T]) -> T | None:
-    """Wait for the next message on a socket, and return it as a `kind`; None at the end of the stream."""
+    """Wait for the next message on a socket, decoded as type `kind`; return None at the end of the stream."""
     data = receive_frame(line)
     return None if data is None else msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
 
 
 def _array(_: type, value: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
-    """Return the array that `_send` wrote as dtype, shape and bytes."""
     dtype, shape, data = value
     return np.frombuffer(data, dtype).reshape(shape)
 

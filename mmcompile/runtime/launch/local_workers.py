@@ -24,10 +24,10 @@ import msgspec
 from mmcompile.runtime.control.processes import describe_code, kill_group
 
 _GRACE_S = 0.3
-"""Seconds to wait for the cause of a failure: a peer of a dead rank often fails before the death is noticed."""
+"""Seconds to wait for the cause of a failure: other ranks often fail before the death of a rank is noticed."""
 _POLL_S = 0.05
 _STOP_S = 1.0
-"""Seconds to wait for a stop, which takes milliseconds unless the forking process is still loading, or is stopped."""
+"""Maximum seconds to wait until workers stop. It takes milliseconds, unless the process that forks them is still loading."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,13 +153,13 @@ class Workers:
         self._over.set()
 
     def _cause(self, dead: set[int]) -> Failure:
-        """Return the failure of the lowest rank in `dead`; a rank that only lost its connection to another rank counts last."""
+        """Return the failure of the lowest rank in `dead`; ranks that only lost their connection to another rank come last."""
         codes = self._codes(dead)
         failures = [self._failure(rank, codes.get(rank)) for rank in sorted(dead)]
         return min(failures, key=lambda failure: failure.peer_lost)
 
     def _codes(self, dead: set[int]) -> dict[int, int]:
-        """Wait for exit codes of the ranks in `dead`; return those reported, by rank. A dead forking process reports none."""
+        """Wait for exit codes of the ranks `dead`; return those reported, by rank. A dead forking process reports none."""
         codes: dict[int, int] = {}
         self._exits.settimeout(_STOP_S)
         with self._exits.makefile("rb") as lines, contextlib.suppress(OSError):

@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 _POLL_S = 0.03
 _CAUSE_S = 2.0
-"""Seconds for which a rank that lost a peer waits to learn the cause."""
+"""Maximum seconds for which a rank that lost its connection to another rank waits for the cause."""
 _CLOSE_S = 5.0
 _ABORT_POLL_S = 0.25
 _ABORT_KEY = "abort"
 _ADVICE = "all ranks were stopped; start a new engine and engine.load() the last checkpoint"
 
 _launched: Iterator[int] = itertools.count()
-"""Counter of the engines made by this process under a launcher; equal on all ranks, so it names an engine's keys in the store."""
+"""Counter of the engines that this process made under a launcher. It is the same on all ranks, so store keys contain it."""
 
 
 class Runner:
@@ -164,7 +164,7 @@ class ProcessGroupSession(ABC):
         atexit.register(self._runner.end, _CLOSE_S)
 
     def _describe(self, failure: Failure) -> str:
-        """Return e.g. `rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`."""
+        """Return a failure in words: `rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`."""
         status = self.board.read(failure.rank)
         mine = [stage.name for stage in self._stages if failure.rank in stage.ranks]
         names = [self._stages[status.stage].name] if status.stage != IDLE else mine
@@ -175,23 +175,23 @@ class ProcessGroupSession(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise EngineError if another rank is known to have failed."""
+        """Raise EngineError if another rank has failed."""
 
     @abstractmethod
     def _cause(self, error: PeerLost) -> str:
-        """Return the full error message for a lost peer, with the cause."""
+        """Return the error message for a lost connection to another rank, with the cause."""
 
     @abstractmethod
     def _abort(self, message: str) -> None:
-        """Stop all ranks at once, with the error message as the cause."""
+        """Stop all ranks at once, with `message` as the reason."""
 
     @abstractmethod
     def _end(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for ranks that are ending."""
+        """Wait up to `timeout_s` seconds until the other ranks have ended."""
 
 
 class _SpawnedSession(ProcessGroupSession):
-    """Session of a plain script: rank 0 is this process and starts the other ranks on this machine."""
+    """Session without a launcher: rank 0 is the user's process, which starts the other ranks on the same machine."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, devices: list[str]) -> None:
         super().__init__(stages)
@@ -229,7 +229,7 @@ class _SpawnedSession(ProcessGroupSession):
 
 
 class _LaunchedSession(ProcessGroupSession):
-    """Session of ranks started by torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Session of ranks started by torchrun, or by another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, device: str) -> None:
         super().__init__(stages)

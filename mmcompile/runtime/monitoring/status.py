@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _SLOT = struct.Struct("<qiii")
 _SLOT_BYTES = 64
-"""Bytes of a rank's slot in the shared memory: one cache line, so that writes of other ranks do not slow it down."""
+"""Bytes of one rank's status in the shared memory: a cache line, so that writes by other ranks do not slow this one down."""
 
 IDLE = -1
 
@@ -32,7 +32,6 @@ class StatusBoard:
     """Shared memory where each rank writes its current action before it begins. A write takes less than a microsecond."""
 
     def __init__(self, file: int, num_ranks: int) -> None:
-        """Map the board's file into memory, given its file descriptor (from `create`)."""
         self._memory = mmap.mmap(file, num_ranks * _SLOT_BYTES)
 
     @staticmethod

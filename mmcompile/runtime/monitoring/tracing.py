@@ -35,9 +35,9 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def _merged(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events of one rank in order, merging events of consecutive layers with the same action on a microbatch.
+    """Yield one rank's events in order of start; events of consecutive layers with the same action and microbatch become one.
 
-    `language_model.4` .. `language_model.7` of replica 1 become `language_model[4:8]#1`.
+    Stages `language_model.4` .. `language_model.7` of replica 1 become `language_model[4:8]#1`.
     """
     run: list[Event] = []
     for event in sorted(events, key=lambda event: event.start_s):
@@ -64,7 +64,7 @@ def _joined(run: list[Event]) -> Event:
 
 
 def _place(event: Event) -> tuple[str, int, str]:
-    """Return (chain, index of the layer, suffix of the replica such as `#1`) of an event's stage."""
+    """Return the parts of an event's stage name: (chain, index of the layer, suffix of the replica such as `#1`)."""
     name, mark, replica = event.stage.partition("#")
     layer = layer_of(name)
     return layer.chain, layer.index, mark + replica

@@ -15,9 +15,9 @@ from mmcompile.runtime.comm.groups import END_GRADIENT_TAG, FIRST_GRADIENT_TAG, 
 from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest
 
 _PART_BYTES = 16 * 1024
-"""Minimum bytes of the part of a bucket that one owner adds up: more, smaller parts cost more in messages than they save."""
+"""Minimum bytes of the part of a bucket that one rank adds up: smaller parts cost more in messages than they save."""
 _ALIGN = 64
-"""Alignment, in elements, of gradients and owners' parts in a bucket, so that kernels read all of them in the same way."""
+"""Alignment, in elements, of each gradient in a bucket, so that vector instructions read all gradients in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,6 @@ class Bucket:
         return self._largest.faults()
 
     def _mark(self, index: int) -> None:
-        """Set the flag that the parameter at `index` has a gradient."""
         if index not in self._entered:
             self._entered.add(index)
             flag = self._flags + index
@@ -236,7 +235,7 @@ def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int)
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Return a slice of a flat buffer for each gradient, aligned, and the buffer's length. All are in elements."""
+    """Return (slice of each gradient in a flat buffer, length of the buffer). Sizes, slices and length are in elements."""
     places: list[slice] = []
     end = 0
     for size in sizes:
@@ -246,10 +245,7 @@ def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
 
 
 def _parts(length: int, element_bytes: int, shared: OwnerSet) -> dict[int, slice]:
-    """Return the part of the buffer that each owner adds up, as a slice of elements by rank.
-
-    Parts are contiguous, in order of ranks, and of a minimum size; the last ones may be empty.
-    """
+    """Return the slice of the buffer, in elements, that each owner adds up, by rank; some slices may be empty."""
     if shared.updater is not None:
         return {rank: slice(0, length if rank == shared.updater else 0) for rank in shared.owners}
     least = max(_PART_BYTES // element_bytes, math.ceil(length / len(shared.owners)))

@@ -118,14 +118,14 @@ class GradientSums:
         carried: CarriedSums | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Prepare the sums of a step.
+        """Prepare the gradient sums of a step.
 
         Args:
             parameters: trainable parameters of this rank, by original name.
-            shared: owner sets, the same on all ranks; each shared parameter once, parameters on one rank not at all.
-            backwards: number of this rank's backwards that touch a parameter in this step, by name; 0 if absent.
-            masters: masters of half-precision parameters that this rank updates; sums are left in their `.grad`. None: there are
-                no masters, on any rank.
+            shared: owner sets of parameters that several ranks hold, the same on all ranks. Each parameter is in one set.
+            backwards: number of backwards on this rank that give a gradient for a parameter in this step, by name; 0 if absent.
+            masters: float32 masters of half-precision parameters that this rank updates, by name; their sums are left in `.grad`
+                of the master. None: no rank has masters.
             carried: sums of earlier calls of the step, which are moved out of it.
             bucket_bytes: bytes of parameters in a bucket, the same on all ranks.
 

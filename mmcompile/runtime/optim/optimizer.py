@@ -218,7 +218,6 @@ def parameter_of(path: str) -> str:
 
 
 def _hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
-    """Return the settings of all parameter groups of an optimizer, in order."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
@@ -276,5 +275,5 @@ class HyperSchedule:
 
 
 def _tuples(values: Settings) -> Settings:
-    """Return settings with lists turned into tuples: msgpack and JSON have lists only; optimizers keep betas as a tuple."""
+    """Return settings with each list turned into a tuple: optimizers keep betas as a tuple, which JSON turns into a list."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

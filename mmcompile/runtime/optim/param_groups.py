@@ -13,7 +13,7 @@ Settings: TypeAlias = dict[str, Any]
 """Settings of one parameter group of an optimizer: learning rate, betas, ... (all plain JSON)."""
 
 _SHARD = "@"
-"""Separator between the name of a parameter and the number of its part, where several ranks hold a part each."""
+"""Separator between a parameter's name and the number of a part of it, if several ranks hold a part each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from mmcompile.runtime.optim.optimizer import RankState
 from mmcompile.runtime.optim.sharded_optimizer import NewValues
 
 _EPSILON = 1e-6
-"""Added to the norm before the division in clipping, as torch.nn.utils.clip_grad_norm_ does."""
+"""Number added to the gradients' norm before clipping divides by it, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @final
@@ -143,10 +143,7 @@ class RankGradients:
         return tuple(sorted({self._rank_of[index] for index in stages}))
 
     def _shared(self) -> list[OwnerSet]:
-        """Return the owner sets of parameters on several ranks.
-
-        Givers are the owners that ran a backward of a stage with these parameters in this step.
-        """
+        """Return the owner sets of parameters that several ranks hold. Owners without a backward in the step give no gradient."""
         names: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
         for (stages, updater), held in self._held.items():
             # All shards of tensors have the same gradient of what they all hold whole.
@@ -160,7 +157,7 @@ class RankGradients:
 
 
 def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply the gradients of all parameters by `factor`, in place."""
+    """Multiply the gradients of `parameters` by `factor`, in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
