@@ -218,7 +218,6 @@ class Controller:
         wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
-        """Return the stage programs of balance group `tower` in a pattern, by index of the placed stage."""
         found: dict[int, StageProgram] = {}
         for index, stage in enumerate(self._stages):
             if stage.tower == tower and stage.program_name in programs.programs:
@@ -289,7 +288,7 @@ class Controller:
         return pieces + self._restored.pieces()
 
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-        """Return a copy of `trained` (tensors by parameter and path) without optimizer state that `rank` does not update."""
+        # A rank has no use for optimizer state of parameters that it does not update.
         return {
             name: {
                 path: tensor

@@ -451,7 +451,6 @@ class Engine:
         return self._planner.plan(step, samples, update=update, before=before), state
 
     def _run(self, planned: PlannedStep, start: float, *, waited_s: float, trace: bool) -> StepMetrics:
-        """Run a planned step on all ranks, and return its metrics. The user requested the step at `start` (time.perf_counter)."""
         plan = planned.plan
         totals = self._session.call(self._run_on_ranks, planned, trace)
         self._before = planned.after
@@ -587,7 +586,7 @@ def _with_states(batches: Iterable[Sequence[Sample]]) -> Iterator[_Batch]:
 
 
 def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
-    """Yield each batch with a flag that is true for the last batch. Each batch is read one ahead."""
+    """Yield each batch with a flag that is true for the last batch. One batch is read ahead."""
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
@@ -596,7 +595,6 @@ def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
 
 
 def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | None, Worker]:
-    """Connect this rank; return the controller (on rank 0 only, else None), and this rank's worker."""
     if session.rank:
         return None, Worker.join(session.groups, session.board, session.check)
     controller = Controller(session.groups, setup, session.board, session.check)

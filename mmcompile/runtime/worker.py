@@ -264,7 +264,6 @@ class Worker:
         self._gradients.drop()
 
     def _keep(self, programs: Sequence[StageProgram], values: Mapping[str, Tensor]) -> None:
-        """Copy to the device those parameters and buffers that `programs` read and this rank does not hold yet."""
         parameters, buffers = self.state.parameters, self.state.buffers
         for program in programs:
             for spec in program.parameters:
@@ -278,7 +277,6 @@ class Worker:
                     buffers[name] = values[name].to(self._groups.device, copy=True)
 
     def _loaded(self, microbatch: MicrobatchPlan) -> Stages:
-        """Return this rank's stages for a microbatch, by stage index."""
         stages = self._setup.stages
         loaded = self._patterns.get((microbatch.pattern, microbatch.tower), {})
         return {index: stage for index, stage in loaded.items() if stages[index].replica == microbatch.replica}

@@ -144,7 +144,6 @@ class Fence:
                     end.shutdown(socket.SHUT_RDWR)
 
     def _ours(self) -> Iterator[tuple[int, socket.socket]]:
-        """Yield (inode, socket) of each socket of the process group."""
         for inode, end in _tcp_sockets():
             if not self._is_making:
                 if inode in self._inodes:
@@ -204,7 +203,6 @@ def _lets_go() -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Yield (file descriptor, inode) of each socket of this process; no item if the system has no list of them."""
     for name in os.listdir(_FDS) if os.path.isdir(_FDS) else ():
         with contextlib.suppress(OSError):  # Closed since, as the one that lists the folder.
             status = os.fstat(int(name))
@@ -213,7 +211,6 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield (inode, socket) of each TCP socket of this process. The socket is a duplicate, closed once the next is read."""
     for number, _ in _sockets():
         # Looked at only as a duplicate: the number may be another file's by the next line.
         try:

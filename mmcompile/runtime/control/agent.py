@@ -211,7 +211,6 @@ class Agent:
         self._workers = []
 
     def _talk(self) -> None:
-        """Once all workers have started, connect to the coordinator, and announce the node on each new connection."""
         if not all(worker.idle for worker in self._workers):
             return
         if self._link.connect():
@@ -271,7 +270,6 @@ class Agent:
         self._drain_asked = True
 
     def _drain(self) -> None:
-        """Report once to the coordinator and the workers that the node will leave the job."""
         if not self._draining:
             self._draining = True
             self._link.send(msg.Drain())

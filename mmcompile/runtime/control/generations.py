@@ -183,7 +183,6 @@ class Generations:
             self._reconfigure(cause, member.node)
 
     def _give_up_silent(self) -> None:
-        """Remove as lost the members that did not complete the current phase of a new generation in time."""
         silent = [member for member in self.members if not self._answered(member, self._reached)]
         for member in silent:
             if self._connected.get(member.node) == member:
@@ -226,7 +225,6 @@ class Generations:
         self._reconfigure(f"the coordinator was restarted; {cause}", None)
 
     def _resend(self, member: Member) -> None:
-        """Send again the messages that a member may have missed before it reconnected."""
         node, generation = member.node, self.generation
         if self.history.committed:
             self._send(node, msg.Commit(step=self.history.committed))
@@ -308,7 +306,6 @@ class Generations:
             self._out.append(Arm(timer=TimerKind.ATTEMPT, generation=self.generation))
 
     def _wait(self, reason: str) -> None:
-        """End the generation and wait for more nodes, since no plan runs on the connected ones."""
         self._emit(EventKind.WAITING, cause=reason)
         if self.phase is not Phase.WAITING:
             for node in self._connected:

@@ -82,7 +82,6 @@ class ElasticController:
             self._planning = None
 
     def _plan_ahead(self, number: int) -> None:
-        """Start to plan step `number` on the planning thread, unless training ends before it."""
         assert self._planning is not None, "no generation was started"
         planner, thread = self._planning
         if number > self._job.num_steps:
@@ -95,7 +94,6 @@ class ElasticController:
         return planner.plan(number, samples), cursor
 
     def _read(self, step: int) -> tuple[Sequence[Sample], str]:
-        """Return the samples of a step, and the state of the data after them as text."""
         for old in [kept for kept in self._kept if kept < step - 1]:
             del self._kept[old]
         while step not in self._kept:

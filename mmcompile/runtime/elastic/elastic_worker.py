@@ -192,7 +192,6 @@ class _GenerationRun:
             self._connection.call(collect)
 
     def _lead_step(self, step: int, worker: GenerationWorker) -> tuple[StepTotals, str]:
-        """Plan a step on rank 0 and compute it on all ranks; return its totals and the step record to commit, as text."""
         start_s = time.perf_counter()
         planned, data = self._worker.controller.step(step, self._connection.check)
         waited_s = time.perf_counter() - start_s

@@ -89,7 +89,6 @@ def layers_by_worker(plan: GenerationPlan, job: Job) -> dict[WorkerId, frozenset
 
 
 def _placed_layers(job: Job, pipeline: NodePipeline[str]) -> Iterator[tuple[LayerId, WorkerId]]:
-    """Yield each layer of a pipeline with the worker that runs it."""
     for stage in job.by_size[len(pipeline.nodes)].stages:
         node, index = divmod(stage.devices[0], job.devices_per_node)
         for layer in range(stage.first, stage.last):

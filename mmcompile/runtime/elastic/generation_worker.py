@@ -113,13 +113,11 @@ class GenerationWorker:
         return tuple(sorted(mine))
 
     def _learn(self, patterns: Sequence[PatternPrograms] = ()) -> None:
-        """Receive the programs of new patterns from rank 0. On rank 0, `patterns` are the patterns to send."""
         share(self._groups, self._programs, patterns)
         self._store.learn(self._programs.parameters())
         self._store.hold(self._layers)
 
     def _install(self, plan: StepPlan) -> None:
-        """Load this worker's layers for the patterns of a step, unless loaded before."""
         here = {stage.program_name for stage in self._stages if self._groups.rank in stage.ranks}
         for pattern in dict.fromkeys(microbatch.pattern for microbatch in plan.microbatches):
             if pattern in self._installed:

@@ -148,7 +148,6 @@ class _Departure:
             self._messages.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def finish(self) -> None:
-        """Send the tensors of the layer, and wait until they are sent."""
         for chunk in chunks(self._tensors, self._chunk_bytes):
             while len(self._messages) >= _WINDOW:
                 self._messages.wait()
@@ -186,7 +185,6 @@ class _Arrival:
             self._messages.receive(chunk)
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the layer's tensors, and return them by name. Raises EngineError if they are damaged."""
         while len(self._messages):
             self._messages.wait()
         tensors = {entry.name: entry.read(part) for entry, part in self._parts}

@@ -113,7 +113,6 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _frame(header: bytes) -> bytes:
-    """Return the length and hash of a header, followed by a hash of these two."""
     head = length_prefix(header) + _hash(header)
     return head + _hash(head)
 

@@ -110,7 +110,6 @@ def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms
 def _with_constants(
     pattern: PatternPrograms, constants: Mapping[tuple[str, str], Mapping[str, Tensor]]
 ) -> PatternPrograms:
-    """Return a pattern whose programs have the constants in `constants`: tensors by name, per (pattern, stage)."""
     return replace(
         pattern,
         programs={

@@ -63,7 +63,6 @@ class TemplatePlanner:
         return self._next(change, GenerationPlan.decode(change.previous_payload))
 
     def _start(self, change: MembershipChange) -> Decision:
-        """Return the first plan of a run, which reads a checkpoint if there is one, or a request to wait for more nodes."""
         wanted = max(self.start_nodes, self._job.min_nodes)
         if len(change.members) < wanted:
             return Wait(reason=f"{len(change.members)} of {wanted} nodes are there")
@@ -132,7 +131,6 @@ class TemplatePlanner:
         )
 
     def _held(self, change: MembershipChange, before: GenerationPlan) -> _Held:
-        """Return the layers of the last committed step by worker, for workers whose node was in the last generation."""
         held = layers_by_worker(before, self._job)
         if change.committed == before.committed:
             # Nothing was committed since, so nothing that moved away was dropped or is old.
@@ -154,7 +152,6 @@ class TemplatePlanner:
         return replace(plan, copies=copies, former=self._former(change.members, held, needed))
 
     def _former(self, members: Iterable[str], held: _Held, needed: _Held) -> dict[str, tuple[LayerRuns, ...]]:
-        """Return the runs of layers that each worker holds but does not need in the new plan: one item a worker, by node."""
         found: dict[str, tuple[LayerRuns, ...]] = {}
         for node in members:
             workers = [WorkerId(node=node, index=index) for index in range(self.resilience.devices_per_node)]
@@ -164,7 +161,6 @@ class TemplatePlanner:
         return found
 
     def _mask(self, layers: Iterable[frozenset[LayerId]]) -> np.ndarray:
-        """Return a mask, bool [layers of the job], that is true for each layer in any of the sets `layers`."""
         mask = np.zeros(len(self._job.layers), dtype=bool)
         for some in layers:
             mask[[self._index[layer] for layer in some]] = True

@@ -69,7 +69,7 @@ def num_graphs() -> int:
 
 
 class _Values:
-    """Makes inputs and parameters of one microbatch's programs, with which they are run once to compile them."""
+    """Makes inputs and parameters to run the programs of one microbatch with, which compiles the programs."""
 
     def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._microbatch = microbatch
@@ -79,13 +79,11 @@ class _Values:
         """Values sent between stages that are not random (integers, masks), by name."""
 
     def sizes(self, program: StageProgram) -> tuple[object, ...]:
-        """Return the shape of each tensor input and the value of each integer input, in the program's order."""
         return tuple(
             self._microbatch.sizes[port.name] if port.kind == "size" else self._shape(port) for port in program.inputs
         )
 
     def inputs(self, program: StageProgram, *, gradient: bool) -> list[Tensor | int]:
-        """Return a program's inputs. With `gradient`, inputs whose gradient the program sends back require grad."""
         return [
             self._microbatch.sizes[port.name]
             if port.kind == "size"
@@ -94,7 +92,6 @@ class _Values:
         ]
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
-        """Copy to the device: return (program with its constants there, its parameters and buffers there by name)."""
         names = [spec.name for spec in program.parameters] + list(program.buffers)
         constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
         held = {name: self._tensors[name].to(self.device) for name in names}
@@ -127,7 +124,6 @@ class _Values:
 
 
 def _run(program: StageProgram, values: _Values, backend: str) -> None:
-    """Run a program once: its forward, and its backward if training needs one."""
     stage = load_compiled_stage(*values.held(program), values.device, backend=backend)
     inputs = values.inputs(program, gradient=program.has_backward)
     with torch.set_grad_enabled(program.has_backward):

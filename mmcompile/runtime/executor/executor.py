@@ -160,7 +160,6 @@ class Executor:
         return result
 
     def _compute(self, action: Action) -> int:
-        """Run a forward (F), a whole backward (B), or one of its parts (I, W); return the microbatch's index in the step plan."""
         microbatch = self._p2p.microbatch(action.stage, action.microbatch)
         stage = self._loaded[microbatch][action.stage]
         match action.kind:
@@ -194,7 +193,6 @@ class Executor:
     def _arguments(
         self, stage: LoadedStage, microbatch: int, received: list[ReceivedValue] | None
     ) -> list[Tensor | int]:
-        """Return a stage's inputs in order. Values from other stages that need a gradient are also appended to `received`."""
         roots: Mapping[str, Tensor] = self._p2p.batch_inputs(microbatch)
         sizes = self._plan.microbatches[microbatch].sizes
         arguments: list[Tensor | int] = []
@@ -268,7 +266,6 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _key(*parts: int) -> int:
-    """Return a random seed in [0, 2^63) derived from all integers in `parts`."""
     key = 0
     for part in parts:
         key = (key * 1_000_003 + part) % 2**63

@@ -243,7 +243,6 @@ class P2P:
         return _Receive(self._groups.receive(tensor, lane, tag), item, tensor, before)
 
     def _items(self, action: Action, edge: Edge) -> list[_Item]:
-        """Return the tensors that an action sends or receives on an edge; sender and receiver compute the same order."""
         if edge.source == edge.target:
             stage = self._loaded[edge.source][action.stage]
             names = _moved(stage, action.kind)[_peer(action)]
@@ -260,7 +259,6 @@ class P2P:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Return the sample number of each row in a row exchange (int64 [rows]), if they are to be checked; else None."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])
@@ -318,7 +316,6 @@ class _Receive:
 
 
 def _moved(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
-    """Return the names of the values that an action of `kind` sends or receives at a stage, by index of the peer stage."""
     return {
         ActionKind.SEND_F: stage.to_peer,
         ActionKind.RECV_F: stage.from_peer,

@@ -273,11 +273,6 @@ def _check_exchange(exchange: RowExchange, source: Mapping[str, ValueShape], tar
 
 
 def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Tensor | None:
-    """Return the received rows without a copy if they are a whole value of `shape` in order, else None.
-
-    Args:
-        into: ranges of the value's rows that the received rows fill.
-    """
     runs = _runs(rows.ranges, into)
     if len(runs) != 1 or runs[0][2] != shape.shape[0]:
         return None

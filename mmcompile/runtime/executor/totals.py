@@ -94,7 +94,6 @@ def metrics_of(plan: StepPlan, totals: StepTotals, start_s: float) -> StepMetric
 
 
 def _vector(names: Sequence[str], values: Mapping[str, float] | None) -> Tensor:
-    """Return values in the order of `names`, float64 [names], 0.0 for an absent name; an empty tensor if `values` is None."""
     if values is None:
         return torch.zeros(0, dtype=torch.float64)
     assert values.keys() <= set(names), f"not among the model's trainable parameters: {values.keys() - set(names)}"

@@ -142,7 +142,6 @@ class BackgroundBalancer(Balancer):
             _send(self._line, message)
 
     def _heard(self) -> _Answer | None:
-        """Wait for the next answer of the balancer's process; return None if the process has ended."""
         assert self._line is not None, "the process was not started"
         answer = None
         with contextlib.suppress(OSError):
@@ -171,7 +170,7 @@ def serve(line: socket.socket) -> None:
 
 
 def _yield_cores() -> None:
-    """Lower this process's priority below that of ranks on the same cores: it has the time of a whole step."""
+    """Lower this process's priority below that of ranks on the same cores: its work may take a whole step."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -184,7 +183,6 @@ def _send(line: socket.socket, message: object) -> None:
 
 
 def _received(line: socket.socket, kind: type[T]) -> T | None:
-    """Wait for the next message on a socket, decoded as type `kind`; return None at the end of the stream."""
     data = receive_frame(line)
     return None if data is None else msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
 

@@ -159,7 +159,7 @@ class Workers:
         return min(failures, key=lambda failure: failure.peer_lost)
 
     def _codes(self, dead: set[int]) -> dict[int, int]:
-        """Wait for exit codes of the ranks `dead`; return those reported, by rank. A dead forking process reports none."""
+        # A dead forking process reports none.
         codes: dict[int, int] = {}
         self._exits.settimeout(_STOP_S)
         with self._exits.makefile("rb") as lines, contextlib.suppress(OSError):

@@ -64,7 +64,6 @@ def _joined(run: list[Event]) -> Event:
 
 
 def _place(event: Event) -> tuple[str, int, str]:
-    """Return the parts of an event's stage name: (chain, index of the layer, suffix of the replica such as `#1`)."""
     name, mark, replica = event.stage.partition("#")
     layer = layer_of(name)
     return layer.chain, layer.index, mark + replica

@@ -93,14 +93,12 @@ class _Float(Arithmetic):
         return self._wide or parameter
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient to `total`. Without `wide`, copy it: torch has added up the gradients of all microbatches already."""
         if self.moves:
             total += gradient
-        else:
+        else:  # torch has added up the gradients of all microbatches already.
             total.copy_(gradient)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of partial sums of several ranks, added in the order given, in float32 or a wider dtype."""
         return _sum(parts, torch.promote_types(parts[0].dtype, torch.float32))
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:

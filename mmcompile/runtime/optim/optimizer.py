@@ -275,5 +275,5 @@ class HyperSchedule:
 
 
 def _tuples(values: Settings) -> Settings:
-    """Return settings with each list turned into a tuple: optimizers keep betas as a tuple, which JSON turns into a list."""
+    # Optimizers keep betas as a tuple, which JSON turns into a list.
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

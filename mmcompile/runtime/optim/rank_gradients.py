@@ -157,7 +157,6 @@ class RankGradients:
 
 
 def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply the gradients of `parameters` by `factor`, in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
