@@ -80,7 +80,7 @@ class Autocast(Rewrite):
 
 @dataclass(kw_only=True)
 class _Casts:
-    """Inserts casts in front of nodes, in graph order, so that a node's dtype is final before its readers are handled."""
+    """Inserts dtype casts in front of the nodes of a graph, called for one node after another in graph order."""
 
     graph: fx.Graph
 
@@ -92,7 +92,6 @@ class _Casts:
         self._made: dict[tuple[fx.Node, torch.dtype, str | None, int], fx.Node] = {}
 
     def follow_rule(self, node: fx.Node) -> bool:
-        """Cast a node's inputs as torch.autocast does. Return True if the node is a product in the half type."""
         inputs = [source for source in node.all_input_nodes if _dtype(source) in (torch.float32, HALF)]
         op = op_name(node)
         wanted: torch.dtype | None = None
@@ -106,7 +105,7 @@ class _Casts:
         return wanted == HALF and bool(inputs)
 
     def restore(self, node: fx.Node) -> None:
-        """Cast the inputs of a node of another component back to their original dtypes."""
+        """Cast inputs back to the dtypes that they had before autocast, for a node of a component that runs without autocast."""
         for source in node.all_input_nodes:
             if source in self._before:
                 self._cast(node, [source], self._before[source])
@@ -125,7 +124,6 @@ class _Casts:
             self._stale.add(node)
 
     def _settle(self, node: fx.Node) -> None:
-        """Compute a node's result dtype again from its cast inputs, and record it; keep the original one for `restore`."""
         if node not in self._stale:
             return
         old, tree = pytree.tree_flatten(node.meta["val"])

@@ -108,7 +108,6 @@ def with_hoisted_words(capture: Capture, batch: Mapping[str, Any] | None = None)
 
 
 def _with_new_sizes(sizes: Sizes, graph: fx.Graph) -> Sizes:
-    """Return the sizes of a capture extended by the size inputs that a pass added to the graph."""
     varying = [size for shape in sizes.inputs.values() for size in shape if not isinstance(size, int)]
     symbols: dict[str, Any] = {str(symbol): symbol for size in varying for symbol in size.free_symbols}
     added = {

@@ -105,7 +105,6 @@ def makes_gradient(node: fx.Node, source: fx.Node, trainable: Container[str]) ->
 
 
 def _loss_node(graph: fx.Graph) -> fx.Node:
-    """Return the node whose value is differentiated: the first result of the graph."""
     result = graph.output_node().args[0]
     first = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(first, fx.Node):
@@ -119,7 +118,6 @@ def is_no_grad_region(node: fx.Node) -> bool:
 
 
 def _requires_grad(graph: fx.Graph, trainable: Iterable[str]) -> set[fx.Node]:
-    """Return the nodes whose value would have `requires_grad` in eager mode."""
     names = frozenset(trainable)
     requiring: set[fx.Node] = set()
     enabled = True

@@ -64,7 +64,7 @@ def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str
 
 
 def _literals(value: object) -> Iterable[str]:
-    """Yield arguments that cannot be sizes of data: floats, flags, strings, dtypes. Integers are skipped."""
+    """Yield the floats, flags, strings and dtypes in `value`; integers are skipped, as they may be sizes of data."""
     match value:
         case bool() | float() | str() | torch.dtype() | None:
             yield str(value)
@@ -77,7 +77,6 @@ def _literals(value: object) -> Iterable[str]:
 
 
 def _attention(node: fx.Node) -> Iterable[str]:
-    """Yield, for attention, heads, head dim, integer arguments and ops of the mask as text; nothing for another node."""
     if not any(name in op_name(node) for name in _ATTENTION):
         return
     shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]
@@ -89,7 +88,10 @@ def _attention(node: fx.Node) -> Iterable[str]:
 
 
 def _near(source: fx.Node) -> set[str]:
-    """Return the names of operations a few steps before a shared value; more steps would vary with the number of images."""
+    """Return the op names of a shared value and of the few steps that compute it.
+
+    More steps would vary with the number of images.
+    """
     names: set[str] = set()
     level = {source}
     for _ in range(_NEAR):

@@ -75,7 +75,7 @@ def _depths(dag: nx.DiGraph[str], order: list[str]) -> dict[str, int]:
 
 
 def _independent(dag: nx.DiGraph[str], position: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Return the maximal sets of components none of which depends on another; `position`: component -> its sort key."""
+    """Return the largest sets of components in which none depends on another. `position` maps a component to its sort key."""
     incomparable = nx.complement(nx.transitive_closure_dag(dag).to_undirected())
     groups = [tuple(sorted(clique, key=position.__getitem__)) for clique in nx.find_cliques(incomparable)]
     return tuple(sorted(groups, key=lambda group: [position[name] for name in group]))

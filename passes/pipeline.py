@@ -116,12 +116,10 @@ class _Hook:
         self._made_by: dict[str, str] = {}
 
     def start(self, graph: ModelGraph) -> None:
-        """Verify the graph and print it before the first pass runs."""
         self._made_by = {node.name: "capture" for node in graph.module.graph.nodes}
         self._check(graph)
 
     def between(self, pass_: Pass, before: ModelGraph, after: ModelGraph, seconds: float) -> None:
-        """Verify and print after `pass_` turned graph `before` into `after` (for an analysis both are the same graph)."""
         self._tell(DebugLevel.TIME, f"pass {pass_.name}: {seconds * 1e3:.1f} ms")
         self._tell(DebugLevel.DIFF, f"  {_op_diff(before, after)}")
         if after is not before:
@@ -142,7 +140,7 @@ class _Hook:
 
 
 def _op_diff(before: ModelGraph, after: ModelGraph) -> str:
-    """Format the change in the number of each op: `aten.linear 8 -> 6, aten.mul 0 -> 2`, or `no op changed`."""
+    # `aten.linear 8 -> 6, aten.mul 0 -> 2`
     was, now = (Counter(map(op_name, graph.calls)) for graph in (before, after))
     changed = [f"{name} {was[name]} -> {now[name]}" for name in sorted(was | now) if was[name] != now[name]]
     return ", ".join(changed) or "no op changed"

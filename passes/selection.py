@@ -99,5 +99,4 @@ def _fields(made: Any) -> tuple[Field[Any], ...]:
 
 
 def _default(field: Field[Any]) -> object:
-    """Return the default of a dataclass field, also from its factory; MISSING if it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()

@@ -16,7 +16,7 @@ def graph_text(graph: ModelGraph) -> str:
 
 
 def _node_text(node: fx.Node) -> str:
-    """Return the line of a node: `linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`."""
+    # `linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`
     if node.op == "output":
         return f"return {_value_text(node.args[0])}"
     values = tensors(node) if "val" in node.meta else None

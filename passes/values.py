@@ -50,7 +50,6 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def _concrete_int(size: int | torch.SymInt) -> int:
-    """Return a size at the captured batch: an int as it is, a symbol by its hint."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -85,7 +84,6 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
-    """Yield (schema argument, value that the node passes) of an ATen or custom op; nothing is yielded for other targets."""
     if not isinstance(node.target, OpOverload):
         return
     for position, argument in enumerate(op_schema(node.target).arguments):

@@ -111,7 +111,7 @@ def _component_dag(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _real_edges(graph: ModelGraph) -> tuple[dict[tuple[str, str], set[str]], dict[tuple[str, str], fx.Node]]:
-    """Return two mappings from (producer, consumer): to names of the tensors read across them, and to one node that reads."""
+    """Return two mappings with keys (producer, consumer): to the names of the tensors that flow, and to one reading node."""
     edges: dict[tuple[str, str], set[str]] = defaultdict(set)
     readers: dict[tuple[str, str], fx.Node] = {}
     for node in graph.calls:
@@ -196,7 +196,7 @@ def _output(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _static_shapes(graph: ModelGraph) -> Iterator[Violation]:
-    """Yield ops whose output shape depends on values that are not known at capture: no link could have a size for it."""
+    """Yield a violation for each op whose result has a size that depends on values unknown at capture, and so cannot be sent."""
     for node in graph.calls:
         if not _data_dependent(node):
             continue
@@ -215,7 +215,7 @@ def _data_dependent(node: fx.Node) -> bool:
 
 
 def _functional(graph: ModelGraph) -> Iterator[Violation]:
-    """Yield ops that change a value in place, so that it cannot be sent; the model's buffers are state and may change."""
+    """Yield a violation for each op that changes a value in place, except the model's buffers, which are state."""
     for node in graph.calls:
         for target in written(node):
             base = target

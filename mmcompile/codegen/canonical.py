@@ -142,13 +142,13 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _is_left_out(node: ast.stmt) -> bool:
-    """Return True for statements to omit: strings, and `del`, which frees no memory in compiled code."""
+    # `del` frees no memory in compiled code.
     return isinstance(node, ast.Delete) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 @dataclass(kw_only=True)
 class _Symbols:
-    """Numbering of size symbols by first use."""
+    """Renames size symbols to n0, n1, ... in the order of their first use."""
 
     found: dict[str, str] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class _Symbols:
 
 
 def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
-    """Yield statements that read size arguments and assert which dims of arguments are equal: a compiler need not find out."""
+    # Equal dims are asserted, so that a compiler need not find out.
     first: dict[str, str] = {}
     for at, argument in enumerate(arguments):
         if argument.is_size:
@@ -178,7 +178,7 @@ def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
 
 
 def _split(shape: str) -> Iterator[str]:
-    """Return the sizes in the text of a shape: commas inside brackets do not separate them."""
+    # Commas inside brackets do not separate sizes.
     depth, size = 0, ""
     for letter in shape:
         depth += (letter == "(") - (letter == ")")

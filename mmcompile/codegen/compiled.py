@@ -66,7 +66,7 @@ class CompiledLayers:
     backend: Backend
 
     def __call__(self, layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run the compiled canonical layer of `layer`; activations are recomputed only if gradients are enabled."""
+        """Run the compiled code of `layer` on `arguments`; activations are recomputed only if gradients are enabled."""
         found = self.layers[layer.__name__]
         given = [self._settled(value, argument) for value, argument in zip(arguments, found.arguments, strict=True)]
         try:
@@ -80,7 +80,6 @@ class CompiledLayers:
         return compiled_layer(self.layers[name].text, recompute, self.backend)
 
     def _settled(self, value: Any, argument: LayerArgument) -> Any:
-        """Return an argument as compiled code requires it: contiguous, and with varying dims marked dynamic."""
         if argument.is_size:
             value = torch.empty((value, 0), device=self.device)
         elif isinstance(value, Tensor) and not argument.is_tap and not _is_plain(value):

@@ -84,7 +84,10 @@ def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
 
 
 def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Return (nodes that a stage computes, values that it receives, placeholders and tensors that it reads)."""
+    """Return three sets for a stage: nodes it computes, values other stages send it, and inputs or parameters it reads.
+
+    `owner` maps a node to its stage; shared nodes have none, and are computed in each stage that reads them.
+    """
     own = {node for node, name in owner.items() if name == stage}
     received: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
@@ -106,9 +109,9 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 def _shared_readers(
     calls: Sequence[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return shared value -> stages that need it, for values that several stages need and from which each then makes others.
+    """Return shared value -> stages that need it, for each value from which several stages compute different values.
 
-    For example a mask that all stages read, or a rotary table that each stage reshapes.
+    An example is a mask that all stages read, or a rotary table that each stage reshapes.
     """
     needing: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(calls):
@@ -127,11 +130,11 @@ def _shared_readers(
 def _decide(
     readers: Mapping[fx.Node, tuple[str, ...]], plan: Plan
 ) -> tuple[tuple[SharedValue, ...], dict[fx.Node, str]]:
-    """Decide by time for each shared value that several stages read: compute it in each stage, or compute it once and send it.
+    """Decide for each shared value that several stages read: compute it in each stage, or compute it once and send it.
 
-    Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the link. A
-    value read in several chains is always computed in each stage, because microbatches of different chains may hold different
-    samples.
+    The faster way is chosen. Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs
+    its bytes over the link. A value read in several chains is always computed in each stage, because microbatches of
+    different chains may hold different samples.
     """
     decisions, sent = [], {}
     device, link = plan.cluster.device, plan.cluster.intra

@@ -70,7 +70,7 @@ def _parameter(tensor: Tensor, trainable: bool) -> nn.Parameter:
 
 @functools.cache
 def _executed_class(source: str, stage: str, pattern: str) -> type[StageModule]:
-    """Return the stage class of a source, executed once per process: every replica loads it, and again after stages move."""
+    """Return the class of `stage`, made by executing the generated module `source`. The class is cached for the process."""
     found = execute(source, f"<stage {stage} of pattern {pattern}>").get("Stage")
     if not (isinstance(found, type) and issubclass(found, StageModule)):
         raise VerifyError(f"the source of stage {stage} defines no class Stage(StageModule)")

@@ -72,7 +72,7 @@ def _run(place: Place | None, own: Sequence[fx.Node], wanted: set[fx.Node]) -> N
 
 
 def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Return (layer, nodes) of each run; the run of shared values is first and has layer None."""
+    """Split nodes of a stage into runs of one layer each; return their (layer, nodes). Shared values are first, without layer."""
     order = {node: index for index, node in enumerate(nodes)}
     places = needing_layers(nodes[0].graph)
     shared = [node for node in nodes if info(node).shared and len(places[node]) != 1]
@@ -126,7 +126,6 @@ def _whole_layers(
 def _in_graph_order(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Return (layer, nodes) with one run per sequence of consecutive nodes of one layer."""
     groups: list[tuple[Place | None, list[fx.Node]]] = []
     group_of: dict[fx.Node, int] = {}
     for node in nodes:

@@ -108,17 +108,15 @@ class LayerText:
 
     @property
     def _taps(self) -> tuple[Tap, ...]:
-        """Taps of all products, without duplicates."""
         found = (tap for product in self.products for tap in (product.tap, product.x_tap))
         return tuple(dict.fromkeys(tap for tap in found if tap is not None))
 
     @property
     def _held(self) -> tuple[fx.Node, ...]:
-        """Parameters, buffers and constants that the run reads, each one once even if several nodes refer to it."""
         return tuple({self.tensors.expression(node): node for node in reversed(self.run.tensors)}.values())[::-1]
 
     def _arguments(self, prefix: str) -> tuple[dict[str, str], list[str]]:
-        """Return (stage's expression of a tensor -> its name in the function, all arguments with annotations)."""
+        """Return (expression of a tensor in the stage -> its name in the layer function, all arguments with annotations)."""
         taken = {*TAKEN, *map(variable, self.run.nodes), *map(variable, self.run.inputs)}
         arguments = ['device: "device"'] if self.run.needs_device else []
         own: dict[str, str] = {}

@@ -103,7 +103,10 @@ def _check_shards(
     context_parallel: int,
     validated: set[str] | None,
 ) -> tuple[str, ...]:
-    """Check each kind of sharded layer against the whole layer; return a line for each kind that was not checked."""
+    """Compare one layer of each kind in the sharded graph with the same layer in the `whole` graph, on random values.
+
+    Return one line for each kind of layer that was not checked.
+    """
     validated = set() if validated is None else validated
     given = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     sizes = capture.sizes.size_inputs(capture.sizes.bind(given) or {})

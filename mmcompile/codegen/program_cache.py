@@ -40,10 +40,10 @@ class _Pattern:
     link_shapes: Mapping[str, Shape]
     context_parallel: int
     words: Mapping[str, str]
-    """Input name of the mask words of a shard's tokens -> name of the host value with the mask words of all tokens."""
+    """Name of the input with the mask words of a shard's tokens -> name of the host value with the mask words of all tokens."""
 
     def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
-        """Return the batch prepared for this pattern, or None if the pattern does not hold for it."""
+        """Return the batch prepared for this pattern's programs; None if its sizes, or values read at capture, do not fit."""
         bound = self.capture.sizes.bind(tensors)
         if bound is None:
             return None
@@ -81,7 +81,7 @@ class _Pattern:
 
 @dataclass(slots=True)
 class _Family:
-    """Patterns of batches that have the same inputs, dtypes and plain values."""
+    """Patterns (captures with their programs) of batches with the same input names, dtypes, and values that are no tensors."""
 
     patterns: list[_Pattern] = field(default_factory=list)
     example: Mapping[str, Any] | None = None
@@ -90,7 +90,6 @@ class _Family:
     """Input name -> dims in which any later batch differed from `example`: candidates for symbolic sizes."""
 
     def note(self, batch: Mapping[str, Any]) -> None:
-        """Add to `varying` the dims in which a batch differs from `example`; the first batch becomes the example."""
         if self.example is None:
             self.example = batch
         for name, dims in differing_dims(batch, self.example).items():
@@ -185,7 +184,6 @@ class Patterns:
 
 
 def _key(batch: Mapping[str, Any]) -> Key:
-    """Return what batches that fit one pattern have in common: names, numbers of dims and dtypes of inputs, plain values."""
     return tuple(
         (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in sorted(batch.items())

@@ -102,7 +102,7 @@ def stage_source(
 
 @dataclass(kw_only=True, slots=True)
 class _Function:
-    """A generated layer function, and the names of the layers that call it, for the comment above it."""
+    """A generated layer function, and the names of the layers that call it, for a comment."""
 
     name: str
     first: LayerText
@@ -112,7 +112,7 @@ class _Function:
 
 @dataclass(kw_only=True, slots=True)
 class _Writer:
-    """Writer of the runs of one stage, which collects the layer functions that they call."""
+    """Writer of the source code of one stage, which collects the layer functions that its `forward` calls."""
 
     tensors: StageTensors
     choices: LayerChoices
@@ -125,12 +125,12 @@ class _Writer:
     """Names of the functions of `mmcompile.codegen.weight_grad_split` that the stage calls."""
 
     def functions(self) -> Iterator[str]:
-        """Return the text of all functions, in the order of their first call."""
+        """Return the source code of all layer functions, in the order of their first call."""
         for function in self.found.values():
             yield function.first.function(function.name, function.prefix, function.serves)
 
     def forward(self, runs: Iterable[NodeRun]) -> Iterator[str]:
-        """Yield the lines of `forward`, without its return statement."""
+        """Yield the source lines of the stage's `forward`, without its return statement."""
         runs = tuple(runs)
         last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
         alive: list[fx.Node] = []
@@ -170,7 +170,6 @@ class _Writer:
         return "none" if run.place is None else self.choices.recompute.get(run.place, "none")
 
     def _function(self, layer: LayerText) -> str:
-        """Return the function that computes a run: an earlier one with equal text, or a new one."""
         prefix, title = self._path(layer.run), self._title(layer.run)
         (canonical,) = canonical_layers(layer.function("layer", prefix, [title]), title).values()
         known = self.found.get(canonical.text)
@@ -181,7 +180,7 @@ class _Writer:
         return known.name
 
     def _free_name(self, run: NodeRun) -> str:
-        """Return `language_model_layer` for a numbered layer, `language_model_embed_tokens` for another; numbered if taken."""
+        # `language_model_layer` for a numbered layer, `language_model_embed_tokens` for another.
         if run.place is None:
             base = "shared_values"
         else:

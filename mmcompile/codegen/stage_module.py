@@ -118,7 +118,7 @@ class StageModule(nn.Module):
 
 
 def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward so that it does not keep gathered parameters for its backward."""
+    """Wrap a forward so that its backward gathers sharded parameters again, instead of keeping the gathered ones."""
 
     @functools.wraps(forward)
     def run(*inputs: Any) -> Any:
@@ -133,7 +133,6 @@ class _Namespace(nn.Module):
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds the last part of a dotted name (created if missing), and that last part."""
     *path, leaf = name.split(".")
     for part in path:
         # Not add_module: a model may call a child "t" or "forward", which is an attribute here.

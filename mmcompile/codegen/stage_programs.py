@@ -66,7 +66,7 @@ def links(parts: GraphCut) -> tuple[Link, ...]:
 def _program(
     graph: ModelGraph, plan: Plan, parts: GraphCut, part: StageCut, index: int, choices: LayerChoices
 ) -> StageProgram:
-    """Return the program of tensor-parallel rank `index` of a stage; its ports lead to stages, not yet to their shards."""
+    """Return the program of one tensor-parallel rank, number `index`, of a stage. Its ports name stages, not yet their shards."""
     # Of a sharded parameter, the part that replica 0 of the rank holds.
     specs = {spec.name: spec for spec in graph.parameters}
     specs |= {name: specs[name].part(shard, shard.index(index)) for name, shard in graph.shards.items()}
@@ -142,12 +142,12 @@ def part_program(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
-    """Connections between the shards of stages: which shard sends each value to which.
+    """Connections between the shards of stages, which are each stage's parts over tensor-parallel ranks and over tokens.
 
-    Shards are numbered by part of the tokens, then by tensor-parallel rank. Stages of a chain have equally many
-    shards: each shard communicates with the one of the same number. Values between chains are whole: the first shard of the stage
-    that makes it sends it to all shards that read it, and gets all their gradients. The other tensor-parallel shards compute it
-    too, unread, and run its backward with the first (`tp_exit`).
+    Shards are numbered by part of the tokens, then by tensor-parallel rank. Stages of a chain have equally many shards, and
+    each communicates with the one of the same number. A value sent between chains has all tokens: the first shard of the
+    stage that makes it sends it to all shards that read it, and gets all their gradients. The other tensor-parallel ranks
+    compute it too, do not send it, and run its backward with the first (`tp_exit`).
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -157,7 +157,7 @@ class _Shards:
     tp: Mapping[str, int]
     """Stage -> number of its tensor-parallel ranks."""
     differing: frozenset[str]
-    """Inputs whose value differs between shards."""
+    """Names of graph inputs whose value is different on each shard of a stage, such as its tokens' positions."""
 
     @classmethod
     def of(cls, graph: ModelGraph, plan: Plan, parts: GraphCut) -> _Shards:
@@ -171,7 +171,7 @@ class _Shards:
         )
 
     def program(self, program: StageProgram, index: int) -> StageProgram:
-        """Return the program of shard `index`, from the program of its stage."""
+        """Return the program of shard number `index` of a stage, given the stage's program, whose ports name stages."""
         stage = program.stage
         return replace(
             program,

@@ -92,7 +92,6 @@ def _take(words: Tensor, index: Tensor) -> Tensor:
 
 
 def _positions(index: Tensor, rows: int) -> Tensor:
-    """Return the positions of the tokens in `index` [L], repeated for `rows` samples: int32 [rows, L]; free rows (-1) get 0."""
     return index.clamp(min=0).to(torch.int32).expand(rows, -1).contiguous()
 
 

@@ -72,13 +72,12 @@ def products_of(run: NodeRun, deferred: Mapping[fx.Node, DeferredWeight], *, rec
 
 
 def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
-    """Return a tap of a value, its name ending in `suffix`; None if its sizes do not follow from the run's inputs."""
     found = [_size(size, known) for size in sizes(node)]
     return None if None in found else Tap(name=f"{node.name}_{suffix}", node=node, sizes=tuple(filter(None, found)))
 
 
 def _known_sizes(run: NodeRun) -> dict[str, str]:
-    """Return symbolic size as text -> expression that computes it from the arguments of the run, such as `x.shape[0]`."""
+    """Return size symbol as text -> expression of this size in the arguments of the run's function, such as `x.shape[0]`."""
     known: dict[str, str] = {}
     for node in run.inputs:
         if "size" in node.meta:
@@ -91,7 +90,6 @@ def _known_sizes(run: NodeRun) -> dict[str, str]:
 
 
 def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
-    """Return a size as an expression over the run's arguments; None if it does not follow from the known sizes."""
     if isinstance(size, int) or str(size) in known:
         return known.get(str(size), str(size))
     computable = known.keys() >= {str(symbol) for symbol in size.free_symbols}

@@ -134,7 +134,6 @@ def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
 
 
 def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return one line per input with `wanted` dims (to vary) that are not in `kept`, as the model's code fixed them."""
     lines = []
     for name, dims in wanted.items():
         fixed = [dim for dim in dims if dim not in kept.get(name, ())]
@@ -146,7 +145,6 @@ def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, 
 
 
 def _num_samples(batch: Mapping[str, Any]) -> int:
-    """Return the number of samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
     for name in ("input_ids", "labels", *batch):
         if isinstance(batch.get(name), torch.Tensor):
             return int(batch[name].shape[0])
@@ -154,7 +152,7 @@ def _num_samples(batch: Mapping[str, Any]) -> int:
 
 
 def _trace(model: nn.Module, batch: FlatBatch, varying: Mapping[str, tuple[int, ...]]) -> tuple[Trace, tuple[str, ...]]:
-    """Return the trace in the best mode that works, and one reason against each better mode."""
+    """Return the trace in the first mode that works, most dynamic first, and a line of text for each mode that failed."""
     reasons: tuple[str, ...] = ()
     if varying:
         try:
@@ -171,7 +169,6 @@ def _trace(model: nn.Module, batch: FlatBatch, varying: Mapping[str, tuple[int, 
 
 
 def _parameters(model: nn.Module) -> tuple[ParameterSpec, ...]:
-    """Return one spec per parameter; tied parameters have one spec with aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -41,7 +41,6 @@ def explained(model: nn.Module, batch: FlatBatch, error: Exception) -> BatchErro
 
 
 def _eager_error(model: nn.Module, batch: FlatBatch) -> Exception | None:
-    """Return the error with which a model's plain forward fails on a batch, or None. Nothing of the model changes."""
     mode = fake_mode_of(model)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     if mode is not None:
@@ -58,7 +57,7 @@ def _eager_error(model: nn.Module, batch: FlatBatch) -> Exception | None:
 
 
 def _line_of(error: Exception) -> str:
-    """Return " (file:line: code)", the innermost line outside torch and this package; "" if there is none."""
+    # " (file:line: code)"
     packages = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, errors))
     cause: BaseException | None = error
     found = ""

@@ -66,7 +66,10 @@ def find_structure(
 
 
 def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
-    """Return the sources of each node; None for a shared node, which no parameter, float input or random number reaches."""
+    """Return node -> names of the media inputs (such as pixels) that it depends on; the set may be empty.
+
+    The value is None for a shared node, which no parameter, float input or random number reaches.
+    """
     result: dict[fx.Node, Sources | None] = {}
     roots: dict[fx.Node, Sources] = {}
     for node in module.graph.nodes:
@@ -123,12 +126,10 @@ class _Tree:
                 self.children[parent].add(child)
 
     def has_blocks(self, path: str) -> bool:
-        """Return True if a module contains a stack of repeated layers."""
         return any(_is_block(child) or self.has_blocks(child) for child in self.children[path])
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the prefixes of a dotted path: "a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
@@ -160,7 +161,7 @@ def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> lis
 
 
 def _splits(tree: _Tree, path: str, data: Sources) -> bool:
-    """Return True if a module's children work on disjoint data: it wraps several components."""
+    """Return True if the children of the module at `path` read disjoint inputs: the module holds several components."""
     children = [c for c in tree.children[path] if c in tree.with_parameters and not _is_block(c)]
     parts = [tree.sources[child] & data for child in children]
     return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
@@ -176,7 +177,7 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _wrappers(branches: Sequence[_Branch]) -> set[str]:
-    """Return the paths of modules around branches (encoders, projectors); their own forward is glue between components."""
+    """Return the paths of all modules that contain a branch (an encoder or projector) but are not part of one."""
     return {prefix for branch in branches for prefix in _prefixes(branch.module)[:-1]}
 
 
@@ -245,14 +246,13 @@ def _assign(
 
 
 def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]) -> bool:
-    """Return True if no single branch has all of a node's sources, as where image features enter the text."""
     reach = sources[node]
     assert reach is not None
     return not any(reach <= branch.sources for branch in branches)
 
 
 def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:
-    """Move to the language model, in `owner` (node -> component), every node that depends on a node of the language model."""
+    """Change `owner` (node -> component): all nodes that depend on a node of the language model get the language model."""
     for node in graph.nodes:
         if node in owner and any(owner.get(source) == _MAIN for source in node.all_input_nodes):
             owner[node] = _MAIN
@@ -307,7 +307,6 @@ def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.
 
 
 def _numbered(path: str) -> str | None:
-    """Return the path of the outermost numbered module on a dotted path; None if no module is numbered."""
     return next((prefix for prefix in _prefixes(path)[1:] if _is_block(prefix)), None)
 
 
@@ -320,7 +319,10 @@ def _split_tail(
     *,
     fixed: bool,
 ) -> None:
-    """Make the nodes after the last block one layer, in `index` (node -> layer) and, unless names are `fixed`, in `names`."""
+    """Make the nodes of `component` after its last block (final norm, head, loss) a layer of their own.
+
+    Changes `index` (node -> layer index) and, unless `fixed`, appends to the layer `names`.
+    """
     blocks = _blocks(graph, owner)[component]
     has_tail = len(names) > 1 and not _is_block(names[-1])
     if not blocks or fixed and not has_tail:
@@ -345,7 +347,7 @@ def _labels(
     names: list[str],
     index: Mapping[fx.Node, int],
 ) -> list[str]:
-    """Return the layers' names, with layers before and after the blocks named by the path of the first module in each."""
+    """Return the layers' `names`; those before and after the blocks are replaced by the path of the first module in each."""
     labels = list(names)
     for position, name in enumerate(names):
         if name in (INPUTS, OUTPUTS):

@@ -43,7 +43,6 @@ def rewritten(graph: ModelGraph, lines: Iterable[str], **changes: Any) -> ModelG
 
 
 def _own(module: nn.Module, path: str, value: torch.Tensor) -> None:
-    """Set the tensor at a dotted path, unless the path already holds one."""
     *owners, name = path.split(".")
     for owner in owners:
         if not isinstance(getattr(module, owner, None), nn.Module):

@@ -137,7 +137,6 @@ class _Memory:
         self._hold(node, node)
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the node that allocated a node's memory."""
         node = self._original(node)
         while node in self.viewed:
             node = self.viewed[node]
@@ -207,7 +206,6 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _target(node: fx.Node) -> fx.Node:
-    """Return the argument that an in-place op writes. Raises CaptureError if it is another than the first."""
     assert isinstance(node.target, OpOverload)
     written = [argument.name for argument in op_schema(node.target).arguments if argument.is_write]
     if written != [op_schema(node.target).arguments[0].name] or not isinstance(node.args[0], fx.Node):
@@ -224,7 +222,6 @@ def _refused(node: fx.Node, what: str) -> CaptureError:
 
 
 def _functional(node: fx.Node) -> OpOverload:
-    """Return the functional form of an in-place op."""
     assert isinstance(node.target, OpOverload)
     full = node.target.__name__
     name, overload = full.split(".")
@@ -236,13 +233,12 @@ def _functional(node: fx.Node) -> OpOverload:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    """Return the storages of a node's tensors, by identity."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return {storage_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
 
 
 def _run(node: fx.Node) -> Any:
-    """Return the result of calling a node's target on the fake results recorded for its arguments."""
+    """Return the fake result of a node's op, run on the fake results recorded for its arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     modes = (leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
     assert callable(node.target)
@@ -251,7 +247,6 @@ def _run(node: fx.Node) -> Any:
 
 
 def _call(graph: fx.Graph, near: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call of `target` with its fake result; all other metadata, such as the module path, are copied from `near`."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: value for key, value in near.meta.items() if key != "val"}
     node.meta["val"] = _run(node)
@@ -273,14 +268,14 @@ def _update(graph: fx.Graph, node: fx.Node, target: fx.Node) -> fx.Node:
 
 
 def _same_gradient(graph: fx.Graph, near: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
-    """Return a node with the value of `new` and the gradient of `old`, as after a write that autograd does not record."""
+    """Return a node with the value of `new` and the gradient of `old`, for a write made under `no_grad` or through `.data`."""
     if not _may_carry_gradient(old):
         return _call(graph, near, aten.detach.default, new) if _may_carry_gradient(new) else new
     return _call(graph, near, with_value, old, new)
 
 
 def _may_carry_gradient(node: fx.Node) -> bool:
-    """Return False for a node that depends on no float parameter or input except through `detach`; else True."""
+    """Return False if no gradient can flow through a node: no float parameter or input reaches it, or only through `detach`."""
     waiting, known = [node], {node}
     while waiting:
         node = waiting.pop()
@@ -295,12 +290,11 @@ def _may_carry_gradient(node: fx.Node) -> bool:
 
 
 def _cast(graph: fx.Graph, near: fx.Node, node: Any, dtype: torch.dtype) -> fx.Node:
-    """Return `node`, cast to `dtype` if it has another one; a cast gets the metadata of `near`."""
     return node if node.meta["val"].dtype == dtype else _call(graph, near, aten.to.dtype, node, dtype)
 
 
 def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """Return the value of `source` after `new` was written through a view of it."""
+    """Return the node of the new value of `source`, after the values `new` were written through `view`, a view of `source`."""
     seen: Tensor = view.meta["val"]
     whole: Tensor = source.meta["val"]
     if view.target in (aten.detach.default, aten.alias.default):
@@ -319,7 +313,10 @@ def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, 
 
 
 def _scatter(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """Return `source` with the elements that `view` shows replaced by `new`; the same view of element indices finds them."""
+    """Return a node of `source` in which the elements that its view `view` shows are replaced by `new`, for any view op.
+
+    The same view, taken of a tensor of element indices, gives their indices.
+    """
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(graph, near, target, *args, **kwargs)

@@ -52,7 +52,6 @@ def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def _recorded(loss: Tensor) -> Generator[Node]:
-    """Yield every node of the autograd graph behind a loss."""
     waiting = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(waiting)
     while waiting:
@@ -92,7 +91,6 @@ def check_trained(module: fx.GraphModule, trained: frozenset[str]) -> None:
 
 
 def _path(module: fx.GraphModule, parameter: str) -> str:
-    """Return the path of the first module that reads a parameter, for messages."""
     users = (user for node in module.graph.nodes if node.target == parameter for user in node.users)
     return next((str(user.meta.get("module_path")) for user in users), "") or "the model's own forward"
 
@@ -184,7 +182,6 @@ class _OnFakes(fx.Interpreter):
         return self.fakes[target]
 
     def fake(self, value: Tensor) -> Tensor:
-        """Return a fake tensor of a tensor's shape, dtype, device and gradient flag."""
         device = "cpu" if value.device.type == "meta" else value.device
         with self.mode:
             made = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
@@ -192,7 +189,6 @@ class _OnFakes(fx.Interpreter):
 
 
 def _fake_loss(module: fx.GraphModule) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a graph run on fake tensors, and its fake parameters by name."""
     runner = _OnFakes(module, FakeTensorMode())
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [runner.fake(value) if isinstance(value, Tensor) else value for value in values]

@@ -175,7 +175,10 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
 
 
 def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return all nodes that `nodes` depend on. Raises VerifyError if integer inputs and constants do not determine them."""
+    """Return `nodes` and all nodes that they depend on.
+
+    Raises VerifyError if they depend on more than integer inputs and constants.
+    """
     needed = reached(nodes, _sources)
     for node in needed:
         float_input = node.op == "placeholder" and not node.meta.get("from_integers", not _is_float(node.meta["val"]))
@@ -192,7 +195,6 @@ def _is_float(value: torch.Tensor | int) -> bool:
 
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Return node -> names of the inputs that it depends on."""
     roots: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         own = frozenset((str(node.target),)) if node.op == "placeholder" else frozenset()
@@ -217,7 +219,7 @@ def has_dynamic_shape(node: fx.Node) -> bool:
 
 
 def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> dict[fx.Node, Any]:
-    """Return real values of nodes that depend on inputs, buffers and constants only; tensors above a size limit are left out."""
+    """Return node -> real value in `batch`, for nodes computed only from inputs, buffers and constants, except large tensors."""
     known: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -237,9 +239,10 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
 
 
 def _free_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """Return the call (op, args, kwargs) of a factory without the tensor that gives its type: `x.new_ones(3)` is `ones(3)`.
+    """Return (op, args, kwargs) of a call that makes the same tensor as the factory `node` without reading another tensor.
 
-    None for any other node, and for a factory of a symbolic shape.
+    `x.new_ones(3)` reads dtype and device from `x`; its replacement is `ones(3, dtype=..., device=...)`. None if `node` is no
+    factory like another tensor, or its shape is symbolic.
     """
     if node.target not in FACTORIES_LIKE:
         return None
@@ -258,7 +261,6 @@ def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that must be computed before a node: its inputs, without a tensor that only gives a factory its type."""
     free = _free_factory(node)
     if free is None:
         return node.all_input_nodes
@@ -268,7 +270,10 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Copy a node into the graph of a host program, without the activations that only give a factory its type."""
+    """Append a copy of `node` to `graph`, with inputs replaced by their `copies`, and return it.
+
+    A factory such as `x.new_ones(3)` becomes `ones(3)`, since `x` may be an activation, which is not in `graph`.
+    """
     free = _free_factory(node)
     if free is None:
         return graph.node_copy(node, copies.__getitem__)
@@ -301,7 +306,7 @@ def attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
 
 
 def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
-    """Replace every known mask that indexes an unknown tensor by the mask's positions, which become host values."""
+    """Replace each mask with a known value in `x[mask]`, for an unknown x, by integer indices, which the host computes."""
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and node not in known:
             masks = [i for i in node.args[1] if isinstance(i, fx.Node) and i in known and is_boolean(known[i])]
@@ -322,8 +327,6 @@ def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
 
 
 def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
-    """Return one index node per dim of `mask`, all from a single `nonzero` node."""
-
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
         node.meta = {key: value for key, value in mask.meta.items() if key != "val"}

@@ -59,7 +59,7 @@ def _flattened(value: object) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.
 
 
 def _part(key: Any) -> str:
-    """Return one part of a nested input's flat name, given a step of its pytree path: a dict's key, a list's index, a field."""
+    # A step of a pytree path: a dict's key, a list's index, a field.
     found = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
     return re.sub(r"\W", "_", str(found))
 
@@ -77,9 +77,10 @@ def completed(model: nn.Module, batch: Mapping[str, Any]) -> FlatBatch:
 
 
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise BatchError for placeholders without media: a model often trains on their embeddings without an error.
+    """Raise BatchError if a text has image, video or audio placeholder tokens, but the batch has too few image or audio tensors.
 
-    Float inputs with two or more dims count as media. There must be as many as kinds of placeholders in the text.
+    Many models would train on the placeholders' own embeddings then, without an error. Float inputs with two or more dims
+    count as media; as many are required as there are kinds of placeholders in the text.
     """
     config, ids = getattr(_inner_model(model), "config", None), batch.get("input_ids")
     if config is None or not isinstance(ids, Tensor):

@@ -130,7 +130,10 @@ class KnownValues:
 
 
 class _KnownDispatch(TorchDispatchMode):
-    """Dispatch mode between tracer and fake mode: runs every op on fakes, and also on real values if all inputs are known."""
+    """Dispatch mode below the tracer that computes the real value of each op whose inputs all have known real values.
+
+    All ops are run on fake tensors as well, as in any trace.
+    """
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()
@@ -178,13 +181,15 @@ class _KnownDispatch(TorchDispatchMode):
         return output
 
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
-        """Return True if the result depends on values: a Python number, or a tensor whose shape depends on values."""
         if func is aten.index.Tensor:  # tagged as of dynamic shape, which it only is under masks
             return any(is_boolean(index) for index in args[1])
         return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Return (args, kwargs, result or None) of indexing by a known mask or repeating by known counts, of static shape."""
+        """Return (args, kwargs, result) for indexing by a mask, or repeating by counts, whose real value is known.
+
+        The mask is replaced by index tensors, so that the result has a fixed shape. The result is None if the op must still run.
+        """
         known = self.known
         if func is aten.index.Tensor and any(is_boolean(i) and known.get(i) is not None for i in args[1]):
             indices: list[torch.Tensor | None] = []
@@ -241,7 +246,7 @@ class _KnownDispatch(TorchDispatchMode):
 
 
 class _KnownFunctions(TorchFunctionMode):
-    """Torch function mode of a trace: answers Python's reads of known tensors by real values, and marks them in the graph."""
+    """Torch function mode of a trace that answers reads such as `tensor.item()` from the tensor's real value, if it is known."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()
@@ -271,7 +276,7 @@ class _KnownFunctions(TorchFunctionMode):
     def read(
         self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run Python's read `func` on the real value, and mark it in the graph."""
+        """Return the result of `func`, such as `Tensor.item`, on a tensor's real value; mark the read by a node of the graph."""
         VALUE_READ(fake)
         with real_execution():
             return func(real, *args, **(kwargs or {}))
@@ -289,7 +294,6 @@ class _KnownFunctions(TorchFunctionMode):
         return value if real is None else self.read(value, real, torch.Tensor.tolist)
 
     def _learned(self, out: Any, data: Any) -> Any:
-        """Record the values of a tensor made from Python numbers, and return it."""
         leaves = pytree.tree_leaves(data)
         plain = not any(isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves)
         if isinstance(out, torch.Tensor) and plain and self.known.get(out) is None:

@@ -114,7 +114,7 @@ def attention_words(
 
 
 def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int) -> None:
-    """Raise MaskError if an island spans more than `window` tokens; `document` and `island` are ids [B, T], 0 for none."""
+    # Ids are [B, T], 0 for none.
     _, key = torch.unique((document << 32) | island, return_inverse=True)
     key = key + torch.arange(len(key), device=key.device)[:, None] * (key.max() + 1)
     position = torch.arange(key.shape[1], device=key.device).expand_as(key)

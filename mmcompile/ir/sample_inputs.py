@@ -87,7 +87,10 @@ def _span(config: Any, modality: str, count: int) -> _Span:
 
 
 def _text(config: Any, batch_size: int, text_tokens: int, spans: list[_Span]) -> dict[str, torch.Tensor]:
-    """Return token ids, mask and labels: two text tokens, then each span of placeholders and two more, then the other text."""
+    """Return random `input_ids`, `attention_mask` and `labels`, each [batch_size, tokens].
+
+    A row is two text tokens, then each span of placeholders followed by two text tokens, then all other text tokens.
+    """
     special = [
         value
         for name, value in vars(config).items()
@@ -121,7 +124,7 @@ def _token(config: Any, modality: str) -> int:
 
 
 def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_size: int) -> int:
-    """Add the pixels of `count` images to `batch`, in place; return the number of placeholder tokens per image."""
+    """Add the inputs for `count` random images to `batch`, in place. Return the number of placeholder tokens per image."""
     vision = getattr(model.config, "vision_config", None)
     if vision is None:
         raise _unknown("it takes pixel_values but has no vision_config")
@@ -154,7 +157,6 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
 
 
 def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> int:
-    """Return the number of tiles, `tile` pixels wide and high, of an image resized to the best (height, width) in `pinpoints`."""
     from transformers.image_processing_utils import select_best_resolution  # only needed for these models
 
     height, width = select_best_resolution(image_size, pinpoints)
@@ -162,7 +164,7 @@ def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> 
 
 
 def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int:
-    """Add the features of `count` audio clips to `batch`, in place; return the number of placeholder tokens per clip."""
+    """Add the inputs for `count` random audio clips to `batch`, in place. Return the number of placeholder tokens per clip."""
     audio = getattr(model.config, "audio_config", None)
     if audio is None:
         raise _unknown("it takes input_features but has no audio_config")
@@ -185,7 +187,6 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
 def _num_features(
     model: nn.Module, accessor: str, inputs: Mapping[str, torch.Tensor], values: Mapping[str, object] | None = None
 ) -> int:
-    """Return the number of rows that the model's method `accessor` makes of `inputs`, by running it (a fake model on fakes)."""
     owner = model if hasattr(model, accessor) else getattr(model, "model", None)
     if owner is None or not hasattr(owner, accessor):
         raise _unknown(f"it has no {accessor}")

@@ -104,9 +104,9 @@ def _number_or_expression(expression: sympy.Expr) -> int | sympy.Expr:
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
-    """Replace size nodes by their number if constant, else by one placeholder per distinct expression.
+    """Replace each size node by a number if the size is constant, else by a graph input: one per distinct symbolic expression.
 
-    Return name -> expression.
+    Return (name of the new graph input -> the expression of its size).
     """
     made: dict[sympy.Expr, fx.Node] = {}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -151,11 +151,13 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
 
 
 def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> torch.Tensor:
-    """Return a tensor without data, with the captured sizes; views of one storage stay views of one storage.
+    """Return an empty tensor like `tensor`, with each symbolic size replaced by its number in the captured batch.
+
+    Views of one storage stay views of one storage.
 
     Args:
         tensor: tensor with symbols in its shape.
-        memory: identity of a symbolic storage -> (a tensor that keeps the storage alive, the storage that replaces it).
+        memory: identity of a storage with symbols in its size -> (a tensor that keeps this storage alive, its replacement).
     """
     storage = storage_of(tensor)
     if storage not in memory:

@@ -65,7 +65,7 @@ class Trace:
 
 
 class _LossOnly(nn.Module):
-    """Wrapper module whose forward takes the tensor inputs by name and returns only the model's loss.
+    """Wrapper module whose forward takes tensor inputs by name, calls the model's forward and returns only the loss.
 
     Args:
         batch: real value of each tensor input.
@@ -103,7 +103,10 @@ class _LossOnly(nn.Module):
 
 
 def _named_forward(run: Any, names: list[str]) -> Any:
-    """Return a function with the parameters `names` that passes them to `run`: `torch.export` requires a flat signature."""
+    """Return a function whose parameters are called `names`, which passes their values to `run` by name.
+
+    `torch.export` requires a signature without `**kwargs`.
+    """
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         return run(**dict(zip(names, args, strict=False)), **kwargs)
@@ -180,7 +183,10 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
 
 
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
-    """Return the exported graph with the model's tensors under their original names; all others are `constant_<n>`."""
+    """Return the exported graph in a module with the model's parameters and buffers under their names in the model.
+
+    All other tensors are named `constant_<n>`.
+    """
     inline_regions(exported)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     first_name: dict[int, str] = {}
@@ -243,7 +249,7 @@ def _copy_body(graph: fx.Graph, region: fx.GraphModule, inputs: list[fx.Node], *
 
 
 def _is_input(node: fx.Node) -> bool:
-    """Return True if a node of a no_grad region's body is an input of the region, or the result of in-place ops on an input."""
+    # In-place ops on an input return the input itself.
     while is_mutating_op(node.target):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
@@ -256,7 +262,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _clean_module_paths(graph: fx.Graph) -> None:
-    """Replace each node's stack of modules by one string, `node.meta["module_path"]`: the path of the innermost module."""
+    """Replace `node.meta["nn_module_stack"]` by `node.meta["module_path"]`: the dotted path of the innermost module, a string."""
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None)
         path = next(reversed(stack.values()))[0] if stack else ""
@@ -272,7 +278,10 @@ def _name_merges(graph: fx.Graph) -> None:
 
 
 def _own_loss(graph: fx.Graph) -> LossInfo:
-    """Replace a loss that is a mean cross-entropy by `token_loss`; return the form of the loss, with a reason if not replaced."""
+    """Replace a loss that is a mean cross-entropy by mmcompile's op `token_loss`.
+
+    Return the form of the loss, with a reason if it was not replaced.
+    """
     output = graph.output_node()
     (loss,) = results_of(graph)
     node = loss
@@ -307,7 +316,10 @@ def _own_loss(graph: fx.Graph) -> LossInfo:
 
 
 def _before_narrowing(logits: fx.Node) -> fx.Node:
-    """Take a cast from float64 to float32, meant to widen half types, out of the ops that make `logits`; return the logits."""
+    """Return the node of the logits as it is before a cast from float64 to float32 that follows their computation.
+
+    Models cast logits to float32 to widen half types; in a float64 model the cast narrows, and is removed.
+    """
     chain = [logits]
     while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
         chain.append(chain[-1].all_input_nodes[0])
@@ -324,7 +336,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
-    """Erase assertions and every call without users, except updates of model buffers (and value reads if `keep_reads`)."""
+    """Erase assertions and calls without users, except updates of model buffers, and reads of values if `keep_reads`."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users:
             continue

@@ -53,7 +53,7 @@ def python_state_kept(model: nn.Module) -> Generator[None]:
 
 
 def _states(model: nn.Module) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return id -> (attributes, a copy of them), for every module of a model and the plain objects in its attributes."""
+    """Return, for every module of a model and every plain object in its attributes: id -> (attributes, a copy of them)."""
     found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def visit(value: Any, depth: int) -> None:
@@ -109,7 +109,10 @@ def quiet_export() -> Generator[None]:
 
 
 class _Undecided:
-    """Stand-in for a random number of [0, 1); comparing it must give one result for all such numbers, as at drop rate 0."""
+    """Stand-in for a random number between 0 and 1. A comparison with it must have one result for all of [0, 1).
+
+    Otherwise it raises an error, since the trace would depend on the draw.
+    """
 
     def __lt__(self, other: float) -> bool:
         if 0 < other < 1:

@@ -126,13 +126,12 @@ class ContextParallel(Rewrite):
 
 
 def _call(node: fx.Node) -> Any:
-    """Return the target of a call node; for a `getitem` node, the target of the call that made the tuple."""
     source = node.args[0] if node.target is operator.getitem else node
     return source.target if isinstance(source, fx.Node) else None
 
 
 def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the distinct nodes of mask words that attention in layers from 1 on reads, in graph order."""
+    """Return the inputs with the mask words of bitfield attention in `nodes`, the calls in layers from 1 on, in graph order."""
     words = []
     for node in nodes:
         if op_name(node) != _ATTENTION:
@@ -156,7 +155,7 @@ def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Inputs:
-    """Graph inputs `cp_*` that the pass adds: a rank's token indices, with positions and mask words of its and all tokens."""
+    """Graph inputs `cp_*` that the pass adds: a rank's token indices, and positions and mask words of its and of all tokens."""
 
     index: fx.Node
     positions: fx.Node
@@ -174,7 +173,6 @@ class _Inputs:
     def added(
         cls, graph: ModelGraph, words: list[fx.Node], num_ranks: int, local_tokens: int, *, batch: Size
     ) -> _Inputs:
-        """Add the inputs `cp_*` behind the last input of the graph, and return them."""
         roots: frozenset[str] = frozenset().union(*(node.meta.get("roots", {str(node.target)}) for node in words))
         gathered = num_ranks * LOCAL_TOKENS
 
@@ -203,7 +201,10 @@ class _Inputs:
 
 
 def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, batch: int) -> None:
-    """Shard per-token values of layer 0, [batch, tokens, ...], in front of `nodes`, of later layers, that read them."""
+    """Shard the values [batch, tokens, ...] that layer 0 of a component makes and `nodes`, of later layers, read.
+
+    Each read goes through a new node that selects the rank's tokens.
+    """
     for node in nodes:
         for value in node.all_input_nodes:
             if value.op != "call_function" or info(value).component != component or info(value).layer:
@@ -213,7 +214,10 @@ def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, b
 
 
 def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
-    """Raise PlanError for attention, the loss or random numbers computed from whole values: ranks need their own tokens there."""
+    """Raise PlanError for each attention, loss or random op in `nodes` that gets no input split by tokens.
+
+    Every rank would compute it for all tokens, and count the loss several times or draw different numbers.
+    """
     for node in nodes:
         if node in flow.axes or flow.spread_inputs(node):
             continue
@@ -226,7 +230,7 @@ def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
 
 
 def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, options: ContextParallel) -> None:
-    """Replace attention over a rank's tokens by attention that gathers the keys and values of all ranks."""
+    """Replace each attention op over a rank's tokens by one that gathers the keys and values of all ranks first."""
     for node in nodes:
         if op_name(node) != _ATTENTION:
             continue
@@ -242,7 +246,7 @@ def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, o
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Erase shared values that no node reads any more: duplicates of a value that was sharded once."""
+    # A shared value may have duplicates, of which only one was sharded.
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and info(node).shared and not node.users:
             graph.erase_node(node)

@@ -74,7 +74,7 @@ class SequenceSharder:
         return chain.value
 
     def _rows(self, kept: tuple[Size, ...]) -> list[Any]:
-        """Return `kept`, the sizes (batch, tokens) or (batch, tokens, inner), as a view's arguments, one of them -1."""
+        """Return the sizes `kept`, (batch, tokens) or (batch, tokens, inner), as arguments of a view, one of them -1."""
         outer, tokens, *inner = kept
         first, second = self.flow.size_argument(outer), self.flow.size_argument(tokens)
         if first is not None:
@@ -87,7 +87,7 @@ class SequenceSharder:
         )
 
     def _place(self, value: fx.Node) -> NodeInfo:
-        """Return the place of a value's `shard_tokens` node: shared like the value, in the layer that makes it, or in layer 0."""
+        """Return the place of the node that shards `value`: that of `value` if shared or made in this component, else layer 0."""
         if value.op == "call_function":
             note = info(value)
             if note.shared or note.component == self.component:
@@ -102,7 +102,7 @@ class SequenceSharder:
 
 @dataclass(kw_only=True, slots=True)
 class _Chain:
-    """Builder of a sequence of nodes, each applied to the result of the one before."""
+    """Builder of consecutive nodes, each of which takes the result of the one before as first argument."""
 
     graph: fx.Graph
     after: fx.Node
@@ -114,7 +114,7 @@ class _Chain:
     flow: TokenFlow
 
     def add(self, target: Any, *arguments: Any, full: tuple[Size, ...]) -> None:
-        """Append a call of `target` on the last value; `full` is the shape of its result before tokens are sharded."""
+        """Append a call of `target` on the last value. The shape of its result would be `full` if tokens were not sharded."""
         with self.graph.inserting_after(self.after):
             made = self.graph.call_function(target, (self.value, *arguments))
         dtype = self.value.meta["val"].dtype
@@ -124,12 +124,11 @@ class _Chain:
 
 
 def _of_dtype(filler: float, dtype: torch.dtype) -> float:
-    """Return `filler` converted to bool, int or float, as `dtype` requires."""
     return filler if dtype.is_floating_point else bool(filler) if dtype == torch.bool else int(filler)
 
 
 def _first_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map every shared node to the first node that computes the same value, since each layer may reshape the rotary table."""
+    """Return shared node -> first shared node that computes the same value, as each layer may reshape the rotary table."""
     first: dict[fx.Node, fx.Node] = {}
     by_key: dict[object, fx.Node] = {}
 

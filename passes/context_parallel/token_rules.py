@@ -33,7 +33,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def _pointwise(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of a pointwise op: dims of operands are matched from the right, as in broadcasting."""
+    """Return the token dim of a pointwise op's result. Dims of operands are matched from the right, as in broadcasting."""
     spread = flow.spread_inputs(node)[0]
     axis = flow.axes[spread]
     from_right = axis.dim - len(shape(spread))
@@ -43,7 +43,10 @@ def _pointwise(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _spread_along(flow: TokenFlow, node: fx.Node, values: Iterable[fx.Node], axis: TokenAxis, from_right: int) -> None:
-    """Shard the operands of a node that have the tokens of `axis` in the dim `from_right`, counted back from -1, the last."""
+    """Shard each operand in `values` of `node` that has tokens in the dim `from_right`, counted from the last dim, -1.
+
+    Operands without this dim, or with size 1 in it, are left as they are.
+    """
     for value in values:
         dim = len(shape(value)) + from_right
         if value in flow.axes or dim >= 0 and shape(value)[dim] != 1:
@@ -64,7 +67,7 @@ def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
 
 
 def _passed(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of an op that treats it as any other dim."""
+    """Return the token dim of the result of an op that only moves dims or works on other dims, such as permute."""
     axis = flow.axes[_first(flow, node)]
     found = passed_dim(node, axis.dim)
     if isinstance(found, str):
@@ -73,7 +76,7 @@ def _passed(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _along(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of an op along other dims, unchanged; raise PlanError if the op works along the tokens."""
+    """Return the token dim of an op along other dims, such as softmax over features. Raises PlanError if it is along tokens."""
     axis = flow.axes[_first(flow, node)]
     if axis.dim in dims(node):
         flow.refuse(node, "it works along the tokens")
@@ -81,7 +84,7 @@ def _along(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of an op that removes another dim: select, unbind."""
+    """Return the token dim of the result of an op that removes another dim, such as select or unbind."""
     axis = flow.axes[_first(flow, node)]
     (dim,) = dims(node)
     if dim == axis.dim:
@@ -90,7 +93,7 @@ def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of a slice; tokens cut off at the ends stay on their ranks, counted in `TokenAxis`."""
+    """Return the token dim of the result of a slice. Tokens cut off at the ends stay on their ranks; `TokenAxis` counts them."""
     axis = flow.axes[_first(flow, node)]
     if dims(node) != (axis.dim,):
         return axis
@@ -164,7 +167,7 @@ def _repeat_interleave(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _joined(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of the result of cat or stack along another dim; it moves by one if stack adds a dim before it."""
+    """Return the token dim of the result of cat or stack along another dim. It moves by one if stack adds a dim before it."""
     parts: Any = node.args[0]
     added = int(op_name(node) == "aten.stack")
     axis = flow.axes[flow.spread_inputs(node)[0]]
@@ -183,7 +186,7 @@ def _linear(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _matmul(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of a matrix product: rows of the left factor, columns of the right, or a batch dim of both."""
+    """Return the token dim of a matrix product: rows of the left factor, columns of the right one, or a batch dim of both."""
     factors: Any = node.args[-2:] if op_name(node) in _WITH_BIAS else node.args[:2]
     left, right = factors
     if min(len(shape(left)), len(shape(right))) < 2:
@@ -209,7 +212,10 @@ def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim after indexing by one tensor: by sharded indices into a whole table, or along a dim without tokens."""
+    """Return the token dim of the result of indexing `x` by one tensor.
+
+    Either the indices are sharded and `x` is not, or `x` is sharded and indexed along another dim.
+    """
     value: Any = node.args[0]
     indices: Any = node.args[1]
     used = [dim for dim, index in enumerate(indices) if index is not None]
@@ -238,7 +244,7 @@ def _index_select(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of gather or scatter along another dim: index and source must be sharded over the same tokens."""
+    """Return the token dim of the result of gather or scatter along another dim. Index and source must have the same tokens."""
     axis = flow.axes[flow.spread_inputs(node)[0]]
     if dims(node) == (axis.dim,):
         flow.refuse(node, "it picks tokens by number")
@@ -248,7 +254,7 @@ def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of attention from sharded queries to whole keys and values: cross-attention to another modality."""
+    """Return the token dim of the result of cross-attention. Queries are sharded; keys and values, of media, are not."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     axis, mask = flow.axes.get(query), argument(node, "attn_mask")
     if key in flow.axes or value in flow.axes or argument(node, "is_causal"):
@@ -261,7 +267,10 @@ def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Return the token dim of the queries, [batch, heads, tokens, dim]; the pass later makes the op gather keys and values."""
+    """Return the token dim of self-attention's result, the one of its queries [batch, heads, tokens, dim].
+
+    The pass later replaces the op by one that gathers the keys and values of all ranks.
+    """
     axis = TokenAxis(dim=2)
     for value in node.args[:3]:
         if not isinstance(value, fx.Node) or value not in flow.axes or not flow.same(flow.axes[value], axis):
@@ -284,7 +293,7 @@ def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
 
 
 def _same_value(flow: TokenFlow, node: fx.Node) -> None:
-    """Return None, a whole result: the op takes only dtype and device from its sharded input."""
+    """Return None, as the result is equal on all ranks: the op (such as new_ones) reads only dtype and device of its input."""
 
 
 _WITH_BIAS = aten_ops("addmm baddbmm")

@@ -83,10 +83,10 @@ def _total(work: Work, name: str) -> int:
 
 
 class _Meter:
-    """Measures the work and memory of single nodes of one graph.
+    """Measures the work and memory of single nodes of a graph.
 
     Args:
-        graph: annotated by gradient-flow.
+        graph: graph whose nodes have the notes of the pass gradient-flow.
         fixed: nodes made of parameters, buffers and constants only.
     """
 
@@ -97,7 +97,6 @@ class _Meter:
         self._permanent = {storage_of(tensor) for node in attributes for tensor in tensors(node)}
 
     def carries(self, node: fx.Node, source: fx.Node) -> bool:
-        """Return whether `node`'s backward makes a gradient for its input `source`."""
         return makes_gradient(node, source, self._trainable)
 
     def saved(self, node: fx.Node) -> dict[int, Saved]:
@@ -108,7 +107,7 @@ class _Meter:
         return {storage: saved for storage, saved in kept.items() if storage not in self._permanent}
 
     def held(self, node: fx.Node, *, whole: bool) -> dict[int, Saved]:
-        """Return storage id -> memory of a node's value; `whole`: count all of the storage, not only the elements of a view."""
+        """Return storage id -> memory of a node's value, parameters left out. If `whole`, a view counts all of its storage."""
         if "val" not in node.meta:
             return {}
         return {
@@ -118,7 +117,6 @@ class _Meter:
         }
 
     def measure(self, node: fx.Node, growths: Growths) -> Work:
-        """Return the forward and backward work of a node, by field and growth."""
         flops, growth, work = op_flops(node), growths.work(node), Work()
         work["forward_flops", growth] += flops.forward
         for operand, size in flops.operands:
@@ -138,7 +136,6 @@ class _Meter:
         return work
 
     def _add_backward(self, node: fx.Node, growths: Growths, work: Work) -> None:
-        """Add bytes and kernels of the node's backward to `work`."""
         kernels = backward_kernels(node, self.carries)
         if is_joint(node):
             kernels.append([node, *(source for source in node.all_input_nodes if self.carries(node, source))])
@@ -162,7 +159,10 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
-    """Add to `work`, one node's amounts, the fields of attention if the node is attention, and `kept_*` fields if `_is_kept`."""
+    """Add to `work`, the work of one node, the same amounts under attention's fields if it is attention.
+
+    Add the `kept_*` fields if selective recomputation keeps its result.
+    """
     growth = growths.work(node)
     if op_name(node) in ATTENTION or growth == Growth.SQUARES:
         work["attention_flops", growth] = work["forward_flops", growth]
@@ -177,7 +177,10 @@ def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _Read:
-    """Memory that layers of a component read but do not make; `first` and `last` are the indices of the first and last one."""
+    """Memory that layers of a component read but do not make.
+
+    `first` and `last` are the indices of the first and the last layer that reads it.
+    """
 
     saved: Saved
     first: int
@@ -229,7 +232,7 @@ def _add_kept(
 
 
 def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
-    """Let layers that change a buffer keep all activations in every recomputation mode, as they must not run twice."""
+    # A layer that changes a buffer must not run twice: every recomputation mode keeps all its activations.
     for place in {places[node] for node in changed_buffers(places).values()}:
         for growth in Growth:
             for name in ("selective_bytes", "full_bytes"):
@@ -237,7 +240,6 @@ def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) 
 
 
 def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
-    """Return the shared values that several layers of a stage need; they are computed before its layers."""
     shared = [node for node in places if info(node).shared]
     if not shared:
         return set()
@@ -255,7 +257,10 @@ def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
-    """Return the layer of every `call_function` node; a shared node has the layer of its first reader, or of the loss."""
+    """Return the layer to which the cost of each call is added: its own; for a shared value, the layer of its first reader.
+
+    A shared value that no layer reads is added to the layer of the loss.
+    """
     last: Place = (graph.loss_component, len(graph.component(graph.loss_component).layers) - 1)
     first_reader: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.calls):
@@ -270,7 +275,10 @@ def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
 def _add_crossing(
     graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add each layer's `output_bytes` to `sums`: bytes that a cut after the layer sends; after the last, to other components."""
+    """Add `output_bytes` to the `sums` of each layer: bytes that are sent if the stage ends after this layer.
+
+    The last layer's are those sent to other components.
+    """
     last = {component.name: len(component.layers) - 1 for component in graph.components}
     for node, (component, layer) in places.items():
         if info(node).shared:

@@ -68,7 +68,6 @@ def _for_input(node: fx.Node, source: fx.Node) -> list[Kernel]:
 
 
 def _unbroadcast(node: fx.Node, source: fx.Node) -> list[Kernel]:
-    """Return the kernel that sums a gradient over the dims along which an operand was broadcast; [] if there are none."""
     is_smaller = sum(map(num_bytes, tensors(source))) < sum(map(num_bytes, tensors(node)))
     joins = op_name(node) in aten_ops("cat stack")
     return [[node, source]] if is_smaller and not joins else []

@@ -77,14 +77,13 @@ def _bmm(batch: int, rows: int, inner: int, columns: int) -> int:
 
 @cache
 def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
-    """Return (forward, backward) FLOPs of attention, from the shapes [batch, heads, tokens, dim] of its inputs."""
     forward = flop_registry[aten._scaled_dot_product_flash_attention](query, key, value)
     out = (*query[:-1], value[-1])
     return forward, flop_registry[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
 
 
 def _product(first: str, second: str) -> FlopsRule:
-    """Return the rule of a product of the arguments `first` and `second`; each gradient costs as much as the forward."""
+    """Return the rule of an op that multiplies the arguments `first` and `second`. Each gradient costs as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
         left, right = _operands(node, first, second)
@@ -101,7 +100,7 @@ def _product(first: str, second: str) -> FlopsRule:
 def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
     """Return the rule of a convolution with this number of spatial dims.
 
-    torch's formula of the weight gradient ignores that groups do not mix; the rule corrects this.
+    Unlike torch's formula, it takes into account that the groups of a convolution do not mix in the weight gradient.
     """
 
     def rule(node: fx.Node) -> OpFlops:
@@ -123,7 +122,7 @@ def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
 
 
 def _solve_triangular(node: fx.Node) -> OpFlops:
-    """Count the forward of a triangular solve as 0, as torch does; the gradient of the matrix is one product."""
+    # torch counts the forward as 0; the gradient of the matrix is one product.
     (matrix,), (*batch, rows, columns) = _operands(node, "self"), shape(node)
     return OpFlops(operands=((matrix, _bmm(prod(batch), rows, columns, rows)),))
 
@@ -142,7 +141,7 @@ def _attention(node: fx.Node) -> OpFlops:
 
 
 def _bitfield_attention(node: fx.Node) -> OpFlops:
-    """Count the visible pairs of the mask words if the words' values are available; else all pairs, as with a dense mask."""
+    """Return the FLOPs of attention over the pairs that the mask words show; over all pairs if the words' values are unknown."""
     given = passed(node)
     operands = _operands(node, *_ATTENDING[op_name(node)])
     q, k, v = (tensors(operand)[0] for operand in operands)
@@ -159,7 +158,7 @@ def _bitfield_attention(node: fx.Node) -> OpFlops:
 
 
 def _packed_attention(node: fx.Node) -> OpFlops:
-    """Count block-diagonal attention over [1, heads, tokens, dim]: each segment attends to itself only."""
+    # Block-diagonal: each segment attends to itself only.
     operands = _operands(node, *_ATTENDING[op_name(node)])
     sizes = [shape(operand) for operand in operands]
     forward = backward = 0
@@ -171,10 +170,7 @@ def _packed_attention(node: fx.Node) -> OpFlops:
 
 
 def _segments(node: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Return segment lengths of packed attention: the real ones if they are computed from constants, else equal parts.
-
-    [Approximation] Equal lengths are the least work of that many segments; windows of one size, the usual case, are close.
-    """
+    # [Approximation] Equal lengths are the least work of that many segments; windows of one size are close.
     (cu_seqlens,) = _operands(node, "cu_seqlens")
     known = _constant(cu_seqlens)
     if known is not None:
@@ -184,7 +180,7 @@ def _segments(node: fx.Node, num_tokens: int) -> Sequence[int]:
 
 
 def _constant(node: fx.Node) -> Any:
-    """Return the value of a constant, or of a node computed from constants alone; None for others, and without values (meta)."""
+    """Return the value of a node computed from constants alone; None for other nodes, and for constants without data (meta)."""
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(node.graph.owning_module)
         return value if type(value) is torch.Tensor and value.device.type != "meta" else None
@@ -199,7 +195,7 @@ def _constant(node: fx.Node) -> Any:
 
 
 def _einsum(node: fx.Node) -> OpFlops:
-    """Count the FLOPs of an einsum, which torch contracts pair by pair from left to right; elementwise products count 0.
+    """Return the FLOPs of an einsum, which torch contracts pair by pair from left to right. Elementwise products count 0.
 
     With more than two operands the backward is counted for all of them together, as two products per pair.
     """
@@ -222,7 +218,6 @@ def _einsum(node: fx.Node) -> OpFlops:
 
 
 def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], str]:
-    """Return (labels of each operand, labels of the output), with `...` and an implicit output written out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     hidden = max(dims - len(term) + 3 if "..." in term else 0 for term, dims in zip(terms, num_dims, strict=True))
@@ -237,13 +232,12 @@ def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], s
 
 
 def _region(node: fx.Node) -> OpFlops:
-    """Count the forward FLOPs of the body of a `torch.no_grad()` region; it has no backward."""
+    # A `torch.no_grad()` region has no backward.
     body = attrgetter(str(_node(node.args[1]).target))(node.graph.owning_module)
     return OpFlops(forward=sum(op_flops(child).forward for child in body.graph.nodes if child.op == "call_function"))
 
 
 def _operands(node: fx.Node, *names: str) -> tuple[fx.Node, ...]:
-    """Return the tensors that a call passes for the arguments `names` of the op's schema."""
     values = passed(node)
     return tuple(_node(values[name]) for name in names)
 

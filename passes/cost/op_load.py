@@ -73,7 +73,6 @@ def _pairs(lengths: Lengths) -> int:
 
 
 def _self_lengths(node: fx.Node) -> Lengths | None:
-    """Return the lengths of the sequences in a self-attention node, or in a softmax of written-out scores; else None."""
     lengths = attention_lengths(node)
     if lengths is not None:
         queries, keys = lengths
@@ -86,7 +85,7 @@ def _self_lengths(node: fx.Node) -> Lengths | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Lengths:
-    """Return the sequence lengths of a component without attention, from the shape [..., rows, features] of its first output."""
+    """Return the sequence lengths of a component without attention: with a first output [..., rows, features], `rows` each."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [own for node in flowing for own in map(concrete_shape, tensors(node)[:1]) if len(own) > 1]
@@ -157,7 +156,7 @@ class Growths:
         return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
 
     def _size_of_fixed(self, node: fx.Node) -> Growth:
-        """Return the growth of a mask or table: SQUARES if two dims have sequence lengths, TOKENS if one has, else FIXED."""
+        """Return the growth with the tokens of a mask or table: SQUARES if two dims have sequence lengths, TOKENS if one has."""
         if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
             return Growth.FIXED
         if self._may_be_pairs(node):
@@ -166,7 +165,6 @@ class Growths:
         return Growth.TOKENS if has_rows else Growth.FIXED
 
     def _may_be_pairs(self, node: fx.Node) -> bool:
-        """Return whether two dims of a node have the length of a sequence, so that its elements may be pairs of tokens."""
         if node.meta.get("val") is None:
             return False
         return any(own.count(rows) >= 2 for own in map(concrete_shape, tensors(node)) for rows in self._rows)
@@ -174,7 +172,6 @@ class Growths:
 
 @cache
 def _by_symbols(sizes: Shape) -> Growth | None:
-    """Return the growth of a shape's number of elements, found by doubling its size symbols; None if it has none."""
     count = sympy.sympify(prod(sizes))
     symbols = sorted(count.free_symbols, key=str)
     if not symbols:

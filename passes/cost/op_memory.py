@@ -68,7 +68,6 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _passes_through(node: fx.Node) -> bool:
-    """Return whether a node is a dropout that is off, which returns its input."""
     return op_name(node) == "aten.dropout" and not (node.args[1] and node.args[2])
 
 
@@ -115,7 +114,7 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
 
 
 def _others(node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """Return the operands of `node` whose gradient reads `source`: all others, and `source` itself if read twice (x * x)."""
+    """Return the operands of `node` whose gradient reads its operand `source`: all others, and `source` if read twice (x * x)."""
     operands = [operand for operand, _ in op_flops(node).operands]
     operands = operands or [operand for operand in node.args if isinstance(operand, fx.Node)]
     if source in operands:
@@ -134,14 +133,13 @@ def _of(nodes: Iterable[fx.Node], *, floating: bool) -> list[tuple[fx.Node, torc
 
 
 def _memory_owner(node: fx.Node) -> fx.Node:
-    """Return the node that owns a node's memory: the input of a dropout that is off, else the node itself."""
     while _passes_through(node):
         (node,) = node.all_input_nodes
     return node
 
 
 def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-    """Return (node whose size grows alike with the load, bytes) of tensors that an op keeps beside its inputs and result."""
+    """Return (node that grows with the load in the same way, bytes) for each tensor saved beside an op's inputs and result."""
     name = op_name(node)
     values = tensors(node)
     if name in _ROW_STATISTICS:

@@ -83,17 +83,16 @@ class BitfieldAttention(Rewrite):
 
 
 def _called(node: fx.Node) -> str | None:
-    """Return the op name of a call node; None for inputs, parameters and the output."""
     return op_name(node) if node.op == "call_function" else None
 
 
 _Words = tuple[fx.Node, fx.Node]
-"""The two graph nodes that attention calls with one mask formula share: its mask words and the tokens' positions."""
+"""The two graph nodes with the mask words and the positions of tokens; attention calls with the same mask share them."""
 
 
 @final
 class _AttentionRewriter:
-    """Rewrites the attention calls of one graph; keeps the words nodes it made, and the reason for each call left as it was."""
+    """Replaces the attention calls of one graph by bitfield attention; records the reason for each call that stays."""
 
     def __init__(self, impl: str) -> None:
         self._impl = impl
@@ -106,7 +105,6 @@ class _AttentionRewriter:
         """Attention calls that nothing reads any more."""
 
     def rewrite(self, call: fx.Node) -> None:
-        """Replace one attention call by bitfield attention, or record why it is left as it is."""
         try:
             _check(call)
             formula, words = self._words(call)
@@ -118,10 +116,7 @@ class _AttentionRewriter:
         self._done.setdefault((component_of(call), words[0], formula.window), []).append(info(call).layer)
 
     def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
-        """Return the mask formula of a call and its words node.
-
-        If a window bounds islands too, the words node records this for a check at run time.
-        """
+        """Return the mask formula of an attention call, and the nodes of its mask words and positions (made at the first use)."""
         mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
         if (mask, causal) not in self._masks:
             reader = MaskReader()
@@ -141,7 +136,6 @@ class _AttentionRewriter:
         return formula, self._made[key]
 
     def lines(self) -> list[str]:
-        """Return one report line per kind of call that was rewritten, and one per call that was left."""
         changed = [
             f"bitfield-attention: {component} {_layers(layers)} under {words.name}"
             f"{'' if window is None else f', window {window}'}"
@@ -151,7 +145,7 @@ class _AttentionRewriter:
 
 
 def _layers(layers: list[int]) -> str:
-    """Format layer indices as ranges: `layers 1-4, 6`."""
+    # `layers 1-4, 6`
     found = runs(sorted(set(layers)))
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
     return f"layer{'s' if len(set(layers)) > 1 else ''} {text}"
@@ -177,7 +171,7 @@ def _check(call: fx.Node) -> None:
 
 
 def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
-    """Return the values of a call's layer from which queries or keys are made, through at most `_LEVELS` projections."""
+    """Return the values of a call's layer from which its queries or keys are computed, through at most `_LEVELS` projections."""
     level, found = {node}, set()
     for _ in range(_LEVELS + 1):
         parts = [_until_projections(start, call) for start in level]
@@ -187,7 +181,7 @@ def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
 
 
 def _until_projections(start: fx.Node, call: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return (nodes from which `start` is made, back to projections and the layer's inputs; inputs of these projections)."""
+    """Return (nodes that `start` is made from, back to projections and the layer's inputs; the inputs of these projections)."""
     seen, inputs, waiting = set(), set(), [start]
     while waiting:
         node = waiting.pop()
@@ -222,7 +216,7 @@ def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> Non
 
 
 def _record_views(node: fx.Node) -> None:
-    """Record the values of a node's views again, since bitfield attention may lay out its result in other strides."""
+    # Bitfield attention may lay out its result in other strides.
     for user in node.users:
         if _called(user) in _RESHAPES and aliased(user) == (node,):
             user.meta["val"] = computed(user)
@@ -230,7 +224,7 @@ def _record_views(node: fx.Node) -> None:
 
 
 def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the nodes of keys and values before their heads were repeated; unchanged if other calls read the repeated ones."""
+    """Return a call's keys and values before their heads were repeated; unchanged if other calls read the repeated ones."""
     found = [_before_repeat(x, call) for x in (key, value)]
     if None in found or shape(found[0])[1] != shape(found[1])[1]:  # type: ignore[arg-type]
         return key, value
@@ -261,5 +255,4 @@ def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def _own(node: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """Return the node if it is in the same component as its reader, else None."""
     return node if node.op == "call_function" and info(node).component == info(reader).component else None

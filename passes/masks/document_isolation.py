@@ -66,7 +66,7 @@ class _IsolationProof:
         self.known = [{} for _ in self.batches]
 
     def run(self) -> None:
-        """Follow the token dim from the embeddings to the loss. Raises PlanError where documents affect each other."""
+        # Follow the token dim from the embeddings to the loss.
         nodes = self.made.calls
         self.flow = TokenFlow(
             graph=self.made,
@@ -88,7 +88,7 @@ class _IsolationProof:
             self._check_taken_along(value, axis)
 
     def _spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """Return an alias of `value`, made of no token embedding, for its use with token states; record both in `met`."""
+        """Return an alias of `value`, made of no token embedding, that token states are combined with; add both to `met`."""
         for known, made, place in self.met:
             if known is value and place == axis:
                 return made
@@ -123,14 +123,14 @@ class _IsolationProof:
         return flow.axes[embeddings]  # type: ignore[index]
 
     def _pick(self, flow: TokenFlow, node: fx.Node) -> None:
-        """Record tokens selected at media positions; values made of them may only return to the same positions (`_merge`)."""
+        """Record a node that selects tokens by index. Values made of them may only be put back at the same indices (`_merge`)."""
         places = _places(argument(node, "indices"))
         if any(place in flow.axes or self._values(place) is None for place in places):
             flow.refuse(node, "which tokens it picks depends on activations")
         self.picked[node] = places
 
     def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
-        """Return whether a node computed from rows selected by the index nodes `places` has these rows in the same order."""
+        """Return whether row i of `node` comes from the token at index i of `places`, if it comes from selected tokens at all."""
         if node in self.picked:
             pairs = list(zip(self.picked[node], places, strict=False))
             return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)
@@ -140,12 +140,12 @@ class _IsolationProof:
         return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
 
     def _equal(self, one: fx.Node, other: fx.Node) -> bool:
-        """Return whether two nodes have equal values in every batch; False if a value is not computed from integers alone."""
+        """Return whether two nodes have equal values in every batch. False if either is computed from more than integers."""
         ours, theirs = self._values(one), self._values(other)
         return ours is not None and theirs is not None and all(map(torch.equal, ours, theirs))
 
     def _attention(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Check that the mask of self-attention shows no pair of two documents, and return the token dim of the result."""
+        """Check that the mask of a self-attention node shows no pair of two documents. Return the token dim of its result."""
         axis, mask = TokenAxis(dim=2), argument(node, "attn_mask")
         for name in ("query", "key", "value"):
             value = argument(node, name)
@@ -163,7 +163,7 @@ class _IsolationProof:
         return axis
 
     def _check_blocks(self, flow: TokenFlow, node: fx.Node, mask: fx.Node) -> None:
-        """Raise PlanError if a mask shows a pair of two documents, or if a document's part of it changes with the others."""
+        """Raise PlanError if a mask shows a pair of two documents, or if its part for one document depends on the others."""
         values = self._values(mask)
         if values is None:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
@@ -177,7 +177,7 @@ class _IsolationProof:
                 )
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
-        """Raise PlanError if the entries of `value` for a document's tokens change with its place or with the other documents."""
+        """Raise PlanError if the entries of `value` for a document change with its place or with other documents of the row."""
         values = self._values(value)
         where = info(value).module_path if value.op == "call_function" else ""
         name = f"{value.name} ({where or 'in the model itself'})"
@@ -196,7 +196,6 @@ class _IsolationProof:
                 )
 
     def _values(self, node: fx.Node) -> list[torch.Tensor] | None:
-        """Return the value of a node in each batch; None if it depends on activations."""
         found = [
             evaluated(self.made, node, batch.values, known)
             for batch, known in zip(self.batches, self.known, strict=True)
@@ -205,7 +204,6 @@ class _IsolationProof:
 
 
 def _places(where: object) -> tuple[fx.Node, ...]:
-    """Return the index tensors, or the mask, from the index argument of a node."""
     parts = where if isinstance(where, (list, tuple)) else (where,)
     return tuple(part for part in parts if isinstance(part, fx.Node))
 

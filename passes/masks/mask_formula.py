@@ -71,7 +71,7 @@ def recognise(mask: fx.Node | None, reader: MaskReader, *, causal: bool) -> Mask
 
 
 def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:
-    """Replace claims about the query that follow from an id shared by query and key with the same claims about the key.
+    """Return `claims`, where tests of the query that follow from an id shared by query and key are made tests of the key.
 
     If documents(q) = documents(k), then documents(q) != 0 means the same as documents(k) != 0.
     """
@@ -121,7 +121,6 @@ def _matched(alternatives: Alternatives) -> MaskFormula:
 
 
 def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -> MaskFormula:
-    """Return the formula with its window lowered to the smallest distance in `reaches`, claims that q - k < distance."""
     window = formula.window
     for claim in reaches:
         if not claim.positive and formula.causal:
@@ -135,7 +134,7 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
 
 
 def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
-    """Return (document ids or None, tests that a key must pass, window or None) from claims that hold for all visible pairs."""
+    """Return (document ids or None, tests of keys, window or None) from the claims that hold for all visible pairs."""
     same, keys, queries = _by_side(claims)
     reach = [claim for claim in claims if claim.kind == "reach"]
     if len(same) > 1 or any(not claim.positive for claim in same):
@@ -149,7 +148,10 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
-    """Return (island ids, tests of an island's tokens) from the claims under which a query sees a later key."""
+    """Return (island ids, tests of an island's tokens) from the claims under which a mask shows a query a later key.
+
+    An island is a group of tokens, such as those of an image, that attend to each other in both directions.
+    """
     same, keys, queries = _by_side(claims)
     if any(claim.kind == "reach" or (claim.kind == "same" and not claim.positive) for claim in claims) or len(same) > 1:
         raise UnrecognisedMask("keys besides causal ones are not those of an equal id")
@@ -160,7 +162,6 @@ def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
 
 
 def _by_side(claims: frozenset[Claim]) -> tuple[list[Claim], set[Test], set[Test]]:
-    """Return `claims` sorted into (claims that an id is equal at query and key, tests of the key, tests of the query)."""
     tests = [(claim.axis, (claim.of, claim.positive)) for claim in claims if claim.kind == "holds"]
     keys, queries = ({test for axis, test in tests if axis == side} for side in ("k", "q"))
     return [claim for claim in claims if claim.kind == "same"], keys, queries
@@ -171,7 +172,6 @@ def _ordered(tests: set[Test]) -> tuple[Test, ...]:
 
 
 def _text(tests: set[Test]) -> str:
-    """Return the names of the graph nodes that compute the expressions of tests, for error messages."""
     return ", ".join(sorted(_name(expression) for expression, _ in tests))
 
 

@@ -134,7 +134,6 @@ class NodeMaker:
         return self._call(aten.where.ScalarOther, inside, counted, -1)
 
     def _size(self, axis: int) -> int | fx.Node:
-        """Return B (axis 0) or T (axis 1) as an argument: a number, or the graph's input of that size."""
         symbolic = self._extent.symbolic[axis]
         if isinstance(symbolic, int):
             return symbolic
@@ -150,7 +149,6 @@ class NodeMaker:
         return node
 
     def _tensor(self, expression: Expression) -> fx.Node:
-        """Return a node with an expression's value per token, [B, T] or a shape that broadcasts to it."""
         if expression not in self._made:
             known = self._found.get(expression)
             made = self._compute(expression) if known is None else self._loaded(known, _TOKENS)
@@ -199,7 +197,7 @@ class NodeMaker:
         return self._call(aten.unsqueeze.default, found, -1) if kept == [_TOKENS[0]] else found
 
     def _first(self, node: fx.Node, dim: int, axis: int, size: int | sympy.Expr) -> fx.Node:
-        """Return a node's first `size` entries along `dim`: an input may hold more rows or tokens than the mask reads."""
+        # An input may hold more rows or tokens than the mask reads.
         if str(size) == str(self._extent.symbolic[axis]):
             return node
         return self._call(aten.slice.Tensor, node, dim, 0, self._size(axis))

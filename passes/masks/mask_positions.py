@@ -48,7 +48,10 @@ def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression,
 
 
 def _documents(expression: Expression, reader: MaskReader) -> Iterator[tuple[Expression, Expression]]:
-    """Yield (ids, positions) per token for each comparison of document ids in a mask whose ids count the jumps of positions."""
+    """Yield (document ids, position ids), per token, for each comparison in `expression` of ids counted by a cumsum.
+
+    Such ids go up by one wherever position ids do not grow by one.
+    """
     match expression:
         case Elementwise("eq", (NodeElement(node, _) as left, NodeElement() as right)) if _sides(left, right):
             positions = _counted(node, reader)
@@ -64,10 +67,7 @@ def _sides(left: Expression, right: Expression) -> bool:
 
 
 def _counted(node: fx.Node, reader: MaskReader) -> Expression | None:
-    """Return the expression of p per token if a node numbers documents by cumsum(diff(p) != 1) along the last dim; else None.
-
-    The value that the model puts before token 0 does not matter.
-    """
+    # The value that the model puts before token 0 does not matter.
     if _name(node) != "aten.cumsum" or not _last(node):
         return None
     unequal = node.all_input_nodes[0]
@@ -93,7 +93,7 @@ def _last(node: fx.Node) -> bool:
 
 
 def _replaced(expression: Expression, positions: Expression) -> Expression:
-    """Replace comparisons of `positions` of query and key by comparisons of token indices, if they depend only on q - k."""
+    """Return `expression` with comparisons of position ids that depend only on q - k made comparisons of indices in the row."""
     if not isinstance(expression, Elementwise):
         return expression
     if expression.op in _COMPARISONS:
@@ -106,7 +106,6 @@ def _replaced(expression: Expression, positions: Expression) -> Expression:
 
 
 def _placed(expression: Expression, positions: Expression) -> Expression:
-    """Return `expression` with `positions` at the query or key replaced by that token's index in the row."""
     sides = axes_of(expression) & {"q", "k"}
     if len(sides) == 1 and per_token(expression) == positions:
         return AxisIndex(next(iter(sides)))

@@ -108,7 +108,6 @@ def _cast(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
 
 
 def _reshaped(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
-    """Read an element through a view that only adds or removes dims of size 1; None for other views."""
     source = _source(node)
     places = [place for size, place in zip(shape(node), index, strict=True) if size != 1]
     if [size for size in shape(node) if size != 1] != [size for size in shape(source) if size != 1]:
@@ -156,7 +155,7 @@ def _permuted(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
 
 
 def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
-    """Read an element of `x[..., i, j, ...]` with integer index tensors in adjacent dims; None for any other indexing."""
+    # Integer index tensors in adjacent dims: `x[..., i, j, ...]`.
     source, indices = _source(node), list(given(node)["indices"])
     indices += [None] * (len(shape(source)) - len(indices))
     dims = [dim for dim, i in enumerate(indices) if i is not None]
@@ -171,7 +170,6 @@ def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression |
 
 
 def _plain(place: Expression) -> Expression:
-    """Return an index expression simplified to the bare axis or number that it equals; any other is returned unchanged."""
     form = linear(place)
     if form is None:
         return place
@@ -183,7 +181,6 @@ def _plain(place: Expression) -> Expression:
 
 
 def _triangle(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
-    """Read an element of tril, which keeps column <= row + diagonal, or of triu, which keeps column >= row + diagonal."""
     limit = applied("add", (index[-2], Number(given(node)["diagonal"])), node, torch.int64)
     inside = applied("le" if "tril" in op_name(node) else "ge", (index[-1], limit), node, torch.bool)
     return applied("where", (inside, reader.at(_source(node), index), Number(0)), node)
@@ -198,7 +195,7 @@ def _arange(reader: MaskReader, node: fx.Node, index: Places) -> Expression | No
 
 
 def _filled(value: bool | int | float | None) -> Rule:
-    """Return the rule of an op that makes a tensor of equal elements: `value`, or the op's fill argument if it is None."""
+    """Return the rule that reads an op that makes equal elements: `value`, or the op's fill argument if `value` is None."""
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
@@ -212,8 +209,6 @@ def _filled(value: bool | int | float | None) -> Rule:
 
 
 def _elementwise(op: str, *order: str) -> Rule:
-    """Return the rule that reads an elementwise op as `op` of `Elementwise`; `order`: its operands' names in the op's schema."""
-
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
         # Bitwise ops are logical on bools.

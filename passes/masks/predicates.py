@@ -84,7 +84,6 @@ def _is_integer(expression: Elementwise) -> bool:
 
 
 def _one_sided(expression: Expression) -> bool:
-    """Return whether an expression depends on the query alone, on the key alone, or on neither, and not on the head."""
     axes = axes_of(expression)
     return "h" not in axes and len(axes & {"q", "k"}) <= 1
 
@@ -150,7 +149,6 @@ def _compared(op: str, left: Expression, right: Expression, whole: Elementwise, 
 
 
 def _non_negative(form: Form, whole: Elementwise, positive: bool) -> Alternatives:
-    """Return the alternatives under which `whole`, a comparison equal to `form` >= 0, is true; or is false if not `positive`."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
         return _TRUE if positive else _FALSE
@@ -197,7 +195,6 @@ Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
 
 
 def _cases(values: tuple[Expression, ...]) -> Cases:
-    """Return the combinations of values that the expressions can take, split at every `where`, each with its condition."""
     parts = [[(c, v) for c, v in _split(value) if c != _FALSE] for value in values]
     if len(parts) == 1:
         return [(condition, (value,)) for condition, value in parts[0]]
@@ -234,7 +231,7 @@ def _has_cases(value: Expression) -> bool:
 
 
 def _is_zero_unless(condition: Expression, value: Expression) -> bool:
-    """Return whether a value is 0 wherever a condition is false, as in `where(x != 0, ..., x)` for the condition x != 0."""
+    """Return whether `value` is 0 wherever `condition` is false, as `where(x != 0, ..., x)` is for the condition x != 0."""
     match condition:
         case Elementwise("to", (source,)):
             return dtype_of(condition) == torch.bool and source == value

@@ -41,7 +41,7 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
 def _by_heads(
     flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
 ) -> TensorShard:
-    """Return the sharding by heads of an attention op's result; require the matching one of queries, keys and values.
+    """Return the sharding of an attention op's result by heads. Queries, keys and values must be sharded by the same heads.
 
     Args:
         others: keys and values.

@@ -110,7 +110,7 @@ def _table_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard:
 
 
 def _inputs(ids: Iterable[fx.Node]) -> set[str]:
-    """Return the names of the integer inputs that `ids`, nodes of token ids, come from; some ids may be replaced on the way."""
+    """Return the names of the integer inputs that token ids come from, through ops that only replace or move some ids."""
     found = reached(ids, lambda n: n.all_input_nodes if n.op == "call_function" and op_name(n) in _KEEP_IDS else ())
     inputs = [node for node in found if node.op == "placeholder" and tensors(node)]
     return {str(node.target) for node in inputs if not tensors(node)[0].is_floating_point()}
@@ -124,7 +124,6 @@ def _leads_to_projection(node: fx.Node) -> bool:
 
 
 def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
-    """Add the region that starts at projection `start` to `made`, or record the reason why the projection stays whole."""
     result = _search(layer, start, made.count)
     if isinstance(result, ShardFlow):
         made.regions.append(result)
@@ -135,7 +134,7 @@ def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
 
 
 def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
-    """Return the sharded region that starts at projection `start`, over `count` ranks, or the refusal if there is none."""
+    """Return the sharding over `count` ranks of projection `start` and all nodes up to the sum of results, or a refusal."""
     size = shape(start)[-1]
     if size % count:
         return Refusal(start, f"{size} outputs do not divide by {count}", indivisible=True)
@@ -185,8 +184,6 @@ def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> 
 
 
 def _drop(facts: GraphFacts, sharding: ComponentSharding, name: str, reason: str) -> None:
-    """Remove the sharding of the parameter `name` and of the regions that read it, recording the reason."""
-
     def reads(parameters: Iterable[fx.Node]) -> bool:
         return any(facts.parameters[str(parameter.target)] == name for parameter in parameters)
 

@@ -120,7 +120,7 @@ class ShardFlow:
             self._made(node, result, origins)
 
     def _enter(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Record in `copies` the whole values that a sharded node reads: each rank computes only a part of their gradient."""
+        """Add to `copies` the inputs of a sharded node that are equal on all ranks. Their gradients must be summed over ranks."""
         for source in sources:
             whole = source not in self.shards and (node, source) not in self.weights
             if whole and self.facts.whole.carries(node) and self.facts.whole.carries(source):

@@ -27,7 +27,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Return the sharding of a pointwise op: dims of operands are matched from the right, as in broadcasting."""
+    """Return the sharding of a pointwise op's result. Dims of operands are matched from the right, as in broadcasting."""
     sharded = flow.sharded_inputs(node)[0]
     shard = flow.shard_of(sharded)
     from_right = shard.dim - len(shape(sharded))
@@ -37,7 +37,7 @@ def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Return the sharding of view_as_complex, where pairs in the last dim become one number, or of view_as_real, its inverse."""
+    """Return the sharding of the result of view_as_complex (pairs in the last dim become one number) or of view_as_real."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if op_name(node) == "aten.view_as_complex" and shard.dim == len(shape(value)) - 1:
@@ -72,7 +72,7 @@ def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Return the sharding of a linear layer; None if it contracts the sharded dim, so that results are summed over ranks.
+    """Return the sharding of a linear layer's result; None if input features are sharded: results are then summed over ranks.
 
     If another dim is sharded (a gate per head), the layer is applied to each part.
     """
@@ -90,7 +90,7 @@ def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Return the sharding of a matrix product in rows, columns or a batch dim; None if it contracts the sharded dim (a sum)."""
+    """Return the sharding of a matrix product: rows, columns or a batch dim. None if the contracted dim is sharded (a sum)."""
     found = projection(node)
     if found is not None and found.source in flow.shards:
         shard = flow.shard_of(found.source)
@@ -117,7 +117,7 @@ def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Return the sharding of indexing by integers along dims other than the sharded one; the indexed dims must be consecutive."""
+    """Return the sharding of the result of indexing by integers along consecutive dims, none of which is sharded."""
     value = first(flow, node)
     indices: Any = node.args[1]
     shard = flow.shard_of(value)
@@ -147,11 +147,11 @@ def _getitem(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _same_value(flow: ShardFlow, node: fx.Node) -> None:
-    """Return None, a whole result: the op takes only dtype and device from its sharded input."""
+    """Return None, as the result is equal on all ranks: the op (such as new_ones) reads only dtype and device of its input."""
 
 
 def _token_loss(flow: ShardFlow, node: fx.Node) -> None:
-    """Record that the loss is summed over ranks, as the logits hold a part of the vocabulary."""
+    # The logits hold a part of the vocabulary.
     logits = first(flow, node)
     shard = flow.shard_of(logits)
     if shard.dim != 1:

@@ -81,7 +81,7 @@ class ShardedParameters(Rewrite):
         return rewritten(made, lines, shards={**made.shards, **shards})
 
     def _gather(self, facts: GraphFacts, parameter: str, shard: TensorShard) -> None:
-        """Insert one node that gathers a parameter, sharded as `shard`, in each layer that reads it."""
+        """Insert a node in each layer that reads a parameter, which gathers its parts, sharded as `shard`, from all replicas."""
         readers: dict[tuple[str | None, int], list[tuple[fx.Node, fx.Node]]] = {}
         for reader, source in sorted(facts.readers[parameter], key=lambda pair: pair[0]):
             readers.setdefault((info(reader).component, info(reader).layer), []).append((reader, source))
@@ -104,12 +104,10 @@ class ShardedParameters(Rewrite):
 
 
 def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
-    """Return the tensor-parallel sharding of a parameter; one part of all its rows if it has none."""
     return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
 
 
 def _reasons(facts: GraphFacts, component: str, degrees: Mapping[str, int]) -> dict[ParameterSpec, str]:
-    """Return parameter that a component reads -> reason why it stays whole; "" if the component's replicas shard it."""
     found: dict[ParameterSpec, str] = {}
     for spec in facts.graph.parameters:
         reading = {info(reader).component for reader, _ in facts.readers.get(spec.name, ())}
@@ -129,7 +127,7 @@ def _summary(reasons: Mapping[ParameterSpec, str]) -> str:
 def _whole(
     spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
 ) -> str:
-    """Return the reason why `degree` replicas cannot shard a parameter; "" if they can.
+    """Return the reason why `degree` replicas cannot each hold a part of a parameter; "" if they can.
 
     Args:
         shard: sharding of the parameter over tensor-parallel ranks.

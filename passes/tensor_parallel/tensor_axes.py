@@ -77,7 +77,10 @@ def _axes(
 
 
 def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int, ComponentSharding]) -> str | None:
-    """Return the reason why a component cannot run at the degree of `sharding`; None if it can. `found`: degree -> sharding."""
+    """Return the reason why a component cannot be split over the number of ranks in `sharding`; None if it can.
+
+    `found` maps each candidate number of ranks to the sharding found for it.
+    """
     own = [node for (name, _), nodes in facts.layers.items() if name == sharding.component for node in nodes]
     reasons = {kept.node: kept.reason for kept in sharding.kept}
     sharded = _projections(sharding)
@@ -94,12 +97,12 @@ def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int,
 
 
 def _projections(sharding: ComponentSharding) -> set[fx.Node]:
-    """Return the projections of a component's regions, except regions that compute the loss (the head over the vocabulary)."""
+    """Return the linear layers in a component's sharded regions, except in those of the loss (head over the vocabulary)."""
     return {node for region in sharding.regions if not region.losses for node in (*region.columns, *region.sums)}
 
 
 def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
-    """Return whether a projection makes fewer key or value heads than there are ranks, so that ranks use the same heads."""
+    """Return whether a projection makes fewer key or value heads than there are ranks, so that several ranks use one head."""
     taken = {value for region in sharding.regions for _, value in (*region.heads, *region.parts)}
 
     def readers(value: fx.Node) -> list[fx.Node]:
@@ -110,7 +113,7 @@ def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
 
 
 def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
-    """Return the entry in `reasons` of the nearest node from which `node` is made (or of itself); None if there is none."""
+    """Return the reason in `reasons` for `node` or the nearest node that it is computed from; None if there is none."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         value = waiting.pop(0)

@@ -99,7 +99,7 @@ def _why_nothing(sharding: ComponentSharding) -> str:
 
 
 def _check_draws(facts: GraphFacts, sharding: ComponentSharding) -> None:
-    """Raise PlanError if random numbers are drawn for a value that every rank must compute alike."""
+    """Raise PlanError if an op draws random numbers for a value that is not split: each rank would draw other numbers."""
     component = facts.graph.component(sharding.component)
     sharded = {node for region in sharding.regions for node in region.shards}
     for layer in component.layers:

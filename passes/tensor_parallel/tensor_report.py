@@ -46,7 +46,6 @@ def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
 
 
 def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
-    """Return parameter name -> op that reads it, for weights of three or more dims: stacked experts, convolutions."""
     specs = {spec.name: spec for spec in facts.graph.parameters}
     found: dict[str, str] = {}
     for name, readers in facts.readers.items():
@@ -57,5 +56,5 @@ def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
 
 
 def _pattern(path: str) -> str:
-    """Return a module path with its layer index replaced: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    # `model.layers.3.mlp` -> `model.layers.*.mlp`
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

@@ -66,7 +66,7 @@ class ShardRewriter:
                 _localize(node, region.shards[node])
 
     def _partial_inputs(self, region: ShardFlow) -> None:
-        """Let nodes that need only a rank's part of a whole value read it from a new node that makes the part."""
+        """Insert a node that cuts out a rank's part of a value, for each node of the region that needs only this part."""
         for (node, value), shard in region.parts.items():
             full = shard.local_sizes(sizes(value))
             self._part(region, node, value, (shard.dim, shard.blocks), full, ops.tp_slice.default)
@@ -84,7 +84,7 @@ class ShardRewriter:
         full: Sequence[Any],
         target: Any,
     ) -> None:
-        """Make `node` read a rank's part of its whole input `value`, through a new node of op `target`.
+        """Make `node` read a rank's part of its input `value`, through a new node that calls `target`.
 
         Args:
             layout: (sharded dim, sizes of its blocks), or (dim of heads, heads that each rank reads, rank 0 first).
@@ -104,7 +104,10 @@ class ShardRewriter:
         node.replace_input_with(value, _inserted(node, target, arguments, like=node, shaped=value, full=full))
 
     def _copy(self, node: fx.Node, value: fx.Node, count: int) -> fx.Node:
-        """Return the `tp_copy` node, over `count` ranks, through which all readers of `value` in the layer of `node` read it."""
+        """Return the `tp_copy` node through which a layer reads the value `value`, which all `count` ranks have alike.
+
+        The node's backward sums the ranks' gradients. All readers in the layer of `node` share it.
+        """
         key = (value, component_of(node), info(node).layer)
         if key not in self._copies:
             # Other readers may come before this one.
@@ -114,7 +117,7 @@ class ShardRewriter:
         return self._copies[key]
 
     def _sum(self, node: fx.Node, count: int) -> None:
-        """Insert the sum over `count` ranks behind the projection `node`; the projection's bias is added after the sum."""
+        """Insert a sum over `count` ranks of the results of the linear layer `node`. Its bias is added after the sum, once."""
         found = projection(node)
         assert found is not None
         users = list(node.users)
@@ -200,7 +203,7 @@ def _set_local(parameter: fx.Node, shard: TensorShard) -> None:
 
 
 def _localize(node: fx.Node, shards: Shards) -> None:
-    """Replace a node's recorded value by one rank's part of it, without data; a view of an input stays a view."""
+    """Replace a node's recorded fake result by one of the size that a rank computes."""
     each = shards if isinstance(shards, tuple) else (shards,)
     before = tensors(node)
     wanted = [
@@ -221,7 +224,6 @@ def _localize(node: fx.Node, shards: Shards) -> None:
 
 
 def _part_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return an empty tensor of `shape` whose dims have the same order in memory as in `value`."""
     order = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
     laid_out = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device="meta")
     return laid_out.permute([order.index(dim) for dim in range(value.ndim)])
@@ -259,7 +261,7 @@ def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> Mo
 
 
 def _crossing(graph: ModelGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (value, reader of another component), readers in graph order; shared nodes are left out."""
+    """Yield (value, node of another component that reads it), in graph order of the readers, for values not shared by stages."""
     for node in graph.calls:
         for value in node.all_input_nodes if not info(node).shared else ():
             own = value.op == "call_function" and not info(value).shared

@@ -92,7 +92,7 @@ def _parts(whole: LayerCost, rank: LayerCost, degree: int) -> Parts:
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:
-    """Yield the bytes of each message in which ranks sum results of a region: of its row projections, and of the loss."""
+    """Yield the size in bytes of each sum over ranks in a sharded region: after each row-split linear layer, and in the loss."""
     yield from (_bytes(node) for node in region.sums)
     for node in region.losses:
         labels = node.args[1]
@@ -102,14 +102,13 @@ def _sums(region: ShardFlow) -> Iterable[int]:
 
 
 def _copies(region: ShardFlow) -> Iterable[fx.Node]:
-    """Yield the whole values that a region reads and whose gradient is summed over ranks."""
     for node, value in region.copies:
         cut = (node, value) in region.parts or (node, value) in region.heads
         yield smallest(node, value, region)[1] if cut else value
 
 
 def _is_sent_away(facts: GraphFacts, node: fx.Node) -> bool:
-    """Return whether another component sends `node` a gradient, which rank 0 receives and shares with all ranks."""
+    """Return whether `node` is read by another component, from which rank 0 gets a gradient to share with all ranks."""
     own = info(node).component
     readers = [user for user in node.users if user.op == "call_function" and not info(user).shared]
     return facts.carries(node) and any(info(user).component != own and facts.carries(user) for user in readers)

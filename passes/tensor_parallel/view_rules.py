@@ -37,7 +37,6 @@ def passed(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def _each_result(node: fx.Node, shard: TensorShard) -> Shards:
-    """Return the sharding of the result, or that of each item if the result is a tuple."""
     return (shard,) * len(tensors(node)) if isinstance(node.meta["val"], (tuple, list)) else shard
 
 
@@ -156,7 +155,7 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def _piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
-    """Return the sizes of the blocks from `start` to `end` of the sharded dim. Raises Refusal if they are not whole."""
+    """Return the sizes of those blocks of the sharded dim that span `start` to `end`. Raises Refusal if these cut a block."""
     blocks = flow.shard_of(value).blocks
     borders = list(accumulate(blocks, initial=0))
     if start in borders and end in borders:

@@ -103,7 +103,7 @@ class _Given:
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[fx.Node, Any]
-    """Value that the layer reads from outside -> its tensor or number, equal in the whole and the sharded run."""
+    """Node of a value that the layer reads from outside -> its tensor or number, equal in the whole and the sharded run."""
     gradients: Mapping[tuple[fx.Node, bool], list[torch.Tensor]]
     """(Value that other layers read, True if another component reads it) -> random gradients that return to the layer for it."""
 
@@ -196,12 +196,12 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the calls that make a layer's inputs `outside`, in graph order, back to the floats, which get random values."""
+        """Return the calls, in graph order, that compute a layer's inputs `outside` from random floats and from the batch."""
         needed = reached(outside, lambda node: () if _is_float(node) else node.all_input_nodes)
         return [node for node in self.whole.calls if node in needed]
 
     def _ran(self, graph: ModelGraph, nodes: Sequence[fx.Node], given: _Given, dtype: torch.dtype) -> LayerOutcome:
-        """Run the layer once, forward and backward, as `graph` (the whole or the sharded one) contains it."""
+        """Run the layer once, forward and backward, with its nodes in `graph`: the whole graph or the sharded one."""
         lockstep = Lockstep(graph, given.tensors, self.inputs, dtype)
         leaves = self._enter(lockstep, nodes, given)
         _run(lockstep, nodes)
@@ -228,9 +228,9 @@ class _Layer:
         )
 
     def _enter(self, lockstep: Lockstep, nodes: Sequence[fx.Node], given: _Given) -> dict[fx.Node, World]:
-        """Set a run's inputs, and return those that are floats: value -> a leaf for each rank that reads its own copy.
+        """Set the inputs of a run. Return those that are floats: node of the input -> its leaf tensor on each rank.
 
-        Ranks have copies of their own if the layer's component made the value; else they share one.
+        The list has one tensor if another component made the value, since all ranks read the same one then.
         """
         leaves: dict[fx.Node, World] = {}
         for value, sources in self.matches.sources(nodes).items():
@@ -268,9 +268,12 @@ def _run(lockstep: Lockstep, nodes: Iterable[fx.Node]) -> None:
 def _flowing(
     world: World, gradients: Sequence[torch.Tensor], foreign: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (float tensor, its gradient) of a result on each rank; if `foreign`, the gradient is zeros except on rank 0.
+    """Yield (float tensor, gradient to start its backward with), for each rank and each float tensor of one node's result.
 
-    `foreign` stands for a gradient from another component, which rank 0 alone receives.
+    Args:
+        world: the node's result on each rank.
+        gradients: one gradient per float tensor, for all ranks.
+        foreign: True for a gradient from another component, which only rank 0 gets; other ranks get zeros.
     """
     for rank, made in enumerate(world):
         floats = filter(_is_float_tensor, pytree.tree_leaves(made))
@@ -280,14 +283,13 @@ def _flowing(
 
 
 def _named(value: fx.Node, world: World) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yield (name, tensor on each rank) of a node's result: the node's name; for a tuple, `name[0]`, `name[1]` and so on."""
+    """Yield (name, tensor on each rank) for each tensor of a node's result: the node's name; `name[0]`, `name[1]` for a tuple."""
     each = [[leaf.detach() for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)] for made in world]
     for index in range(min(map(len, each))):
         yield value.name if len(each[0]) == 1 else f"{value.name}[{index}]", [leaves[index] for leaves in each]
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Return whether a node is a call in some layer that makes one float tensor."""
     return node.op == "call_function" and not info(node).shared and _is_float_tensor(node.meta["val"])
 
 

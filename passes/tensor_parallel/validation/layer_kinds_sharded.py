@@ -83,5 +83,4 @@ class ShardKinds:
 
 
 def _plain(value: Any) -> Iterable[Any]:
-    """Return the arguments in a nested value that are not graph nodes."""
     return (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, (fx.Node, torch.device)))

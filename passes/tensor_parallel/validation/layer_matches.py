@@ -81,7 +81,6 @@ class LayerMatches:
 
 
 def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes of a layer that others read, directly or through `tp_exit`."""
     members = set(nodes)
     own = [node for node in nodes if op_name(node) != _EXIT]
     return [node for node in own if any(user not in members or _is_exit(user) for user in node.users)]

@@ -51,7 +51,7 @@ def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
 
 
 def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
-    """Describe the largest difference if above the tolerance, relative to max(largest of `wanted`, `least`); else ""."""
+    """Return text about the largest difference, relative to max(largest of `wanted`, `least`); "" if within the tolerance."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"is {found.dtype} {list(found.shape)}, and {wanted.dtype} {list(wanted.shape)} of the whole layer"
     if not wanted.is_floating_point():
@@ -73,7 +73,6 @@ def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the magnitude of a tensor's largest element, NaN if it contains one; 0 for integers and empty tensors."""
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
     return float(torch.linalg.vector_norm(tensor, torch.inf))

@@ -103,7 +103,6 @@ class Lockstep:
         return [target(*args, **kwargs) for args, kwargs in map(rank, range(count))]
 
     def _world(self, source: fx.Node, component: str | None, count: int) -> World:
-        """Return the value of `source` on each of `count` ranks of a component that reads it."""
         if source.op == "get_attr":
             return self._parameter(source, component, count)
         if source.op == "placeholder":
@@ -131,7 +130,6 @@ class Lockstep:
         return self._leaves[key]
 
     def _held(self, value: Any) -> Any:
-        """Return a parameter, buffer or input in the dtype of the computation."""
         if self._dtype is None or not isinstance(value, torch.Tensor):
             return value
         return value.to(_CPU, self._dtype if value.is_floating_point() else value.dtype)
@@ -139,7 +137,6 @@ class Lockstep:
     def _converted(
         self, node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) of a node with the dtype and device of the run, and with dropout off."""
         args, kwargs = pytree.tree_map(self._literal, given)
         if op_name(node) in _DROPOUTS:
             args = (args[0], 0.0, *args[2:])
@@ -165,7 +162,6 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _degrees(graph: ModelGraph) -> dict[str, int]:
-    """Return component -> number of its ranks, read from the nodes that act across them."""
     found = {component.name: 1 for component in graph.components}
     for node in graph.calls:
         if op_name(node) in ACROSS:
@@ -178,7 +174,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class _Across(Function):
-    """Autograd function over the tensors of all ranks, whose forward and backward are functions passed as arguments."""
+    """Autograd function on the tensors of all ranks at once; its forward and backward are given as arguments."""
 
     @staticmethod
     def forward(ctx: Any, backward: Callable[[Tensors], Tensors], forward: Any, *values: torch.Tensor) -> Tensors:
@@ -221,7 +217,10 @@ def _heads(values: World, dims: Sequence[int], heads: Sequence[Sequence[int]]) -
 
 
 def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
-    """Return each rank's embedding rows of `ids`, zeros for ids of other ranks' tables; the padding id's row gets no gradient."""
+    """Return rows [..., dim] of `ids` on each rank, whose table has a part of the vocabulary. Ids of other parts give zeros.
+
+    The row of the padding id gets no gradient.
+    """
     made = []
     for index, table in enumerate(tables):
         own = ids[index] - index * len(table)
@@ -233,7 +232,10 @@ def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
 
 
 def _loss(logits: World, labels: World, ignored: Sequence[int]) -> World:
-    """Return (loss, number of tokens, log-sum-exp) on each rank, over all classes; gradients reach only the rank's own logits."""
+    """Return (sum of the cross-entropy, number of tokens, log-sum-exp) on each rank, over the classes of all ranks.
+
+    A rank's loss has a gradient only for its own logits.
+    """
     made = []
     for index, label in enumerate(labels):
         all_classes = [part if rank == index else part.detach() for rank, part in enumerate(logits)]
