@@ -225,7 +225,7 @@ def _row(*cells: str) -> str:
 
 
 def _cells(costs: KindCosts) -> tuple[str, ...]:
-    """Return the table cells of a layer kind as text: seconds at the largest load measured, and errors of the fit."""
+    """Return a layer kind's table row: range of tokens, ms at the largest load, number of measurements, errors of the fit."""
     tokens = [point.load.tokens for point in costs.measurements]
     times = costs.at(max(costs.measurements, key=lambda point: point.times.total_s).load)
     return (

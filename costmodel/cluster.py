@@ -89,7 +89,6 @@ class Cluster:
 
 
 def _network(usual: Interconnect, bytes_per_s: float, text: str) -> Interconnect:
-    """Return a device's usual network with the rate `bytes_per_s` instead."""
     if bytes_per_s <= 0:
         raise ConfigError(f"cluster {text!r} has a network of 0 bytes a second; give what one device can send")
     if bytes_per_s == usual.bytes_per_s:
@@ -99,5 +98,5 @@ def _network(usual: Interconnect, bytes_per_s: float, text: str) -> Interconnect
 
 
 def _gigabytes(num_bytes: float) -> str:
-    """Format bytes as gigabytes: exact to the byte, and without an exponent, so that it parses back."""
+    """Return bytes as text in gigabytes: exact to the byte and without exponent, so that it parses back."""
     return f"{num_bytes / 1e9:.9f}".rstrip("0").rstrip(".")

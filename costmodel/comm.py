@@ -43,9 +43,9 @@ HOP_LATENCY_US = {
 }
 """Latency of a hop in microseconds: kind of link -> algorithm -> by protocol (LL, LL128, Simple)."""
 LL_GB_PER_S = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
-"""Bus bandwidth limit of protocol LL, GB/s: [generation, nodes (1, 2, more)]."""
+"""Bus bandwidth limit of protocol LL, GB/s: [GPU generation as in `GENERATIONS`, nodes (1, 2, more)]."""
 RING_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7,) * 3, (40.0,) * 3)
-"""Bandwidth limit of one channel for a ring with protocol LL128, GB/s: [generation, nodes (1, 2, more)]."""
+"""Bandwidth limit of one channel of a ring, protocol LL128, GB/s: [GPU generation as in `GENERATIONS`, nodes (1, 2, more)]."""
 TREE_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 TREE_GB_PER_S = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 CHANNELS = (2, 8, 16, 32)
@@ -118,7 +118,7 @@ def _bus(link: Interconnect, num_ranks: int) -> float:
 
 
 def _bus_bandwidth(algorithm: Algorithm, protocol: Protocol, near: int, nodes: int, cluster: Cluster) -> float:
-    """Return the bus bandwidth in bytes/s over `nodes` nodes of `near` ranks each; 0 if NCCL has no such protocol there."""
+    """Return NCCL's bus bandwidth in bytes/s over `nodes` nodes of `near` ranks each; 0 if it has no such protocol there."""
     generation = GENERATIONS.index(cluster.device.generation)
     scale = min(nodes, 3) - 1
     channels = CHANNELS[generation] * 1e9
@@ -158,7 +158,7 @@ def _latency_us(
 
 
 def _correction(protocol: Protocol, num_bytes: float) -> float:
-    """Return the fraction of its bandwidth that a tree reaches, linear in log2(bytes) between the table's entries."""
+    """Return the fraction of its bandwidth that a tree reaches for `num_bytes`, interpolated in `TREE_CORRECTION`."""
     table = (*TREE_CORRECTION[PROTOCOLS.index(protocol)], 1.0)
     position = min(max(log2(num_bytes / 64), 0.0), len(table) - 1.0)
     index = min(floor(position), len(table) - 2)

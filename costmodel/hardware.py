@@ -16,7 +16,7 @@ from mmcompile.errors import ConfigError
 _GPU_EFFICIENCY = 0.5
 """Fraction of peak FLOP/s that large matrix products inside a whole model reach [Empirical]; a calibration replaces it."""
 _GPU_LAUNCH_S = 4e-6
-"""Seconds of launch, ramp-up and tail of one GPU kernel [Empirical]."""
+"""Seconds that a GPU kernel takes besides its work: launch, ramp-up and tail [Empirical]."""
 LOCAL_NAME = "cpu"
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]

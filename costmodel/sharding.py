@@ -19,12 +19,12 @@ _SHARED = (
     *("activation_bytes", "selective_bytes", "full_bytes", "unsaved_bytes", "working_bytes"),
     *("output_bytes", "kv_bytes", "kept_forward_bytes"),
 )
-"""Fields of `LayerCost` that are divided over ranks, under tensor parallelism as under context parallelism."""
+"""Fields of `LayerCost` that are divided by the number of ranks, under tensor and under context parallelism."""
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _GRADIENT_BYTES = 4
-"""Bytes per element of gradients of keys and values, which are sent in float32."""
+"""Bytes per element of the gradients of attention keys and values, which ranks exchange in float32."""
 _HEAD_GROUPS = 8
-"""Default number of groups of heads exchanged one after the other: the key/value heads of most models."""
+"""Default number of groups of attention heads that ranks exchange one after the other: key/value heads of most models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def tensor_parallel(
 
 
 def _added_up_s(count: int, num_bytes: int, degree: int, cluster: Cluster) -> float:
-    """Return the seconds of `count` all-reduces of equal size, `num_bytes` together, over `degree` ranks of one node."""
+    """Return the seconds of `count` equal all-reduces, of `num_bytes` in total, over `degree` ranks of one node."""
     return count * collective_s("all_reduce", num_bytes / count, degree, cluster) if count else 0.0
 
 
@@ -212,5 +212,5 @@ def _exposed(exchange_s: float, attention_s: float, steps: int) -> float:
 
 
 def _moved(num_bytes: int, parameter_bytes: int, degree: int) -> int:
-    """Return the bytes that a rank reads and writes in its memory: all parameters, and 1 / `degree` of all other bytes."""
+    """Return the bytes that one of `degree` ranks reads and writes in memory: all parameters, and its part of the other bytes."""
     return min(num_bytes, parameter_bytes) + max(0, num_bytes - parameter_bytes) // degree

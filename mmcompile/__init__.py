@@ -59,14 +59,14 @@ _MODULES = {
     "skeleton": "mmcompile.ir.meta_model",
     "stage_programs": "mmcompile.api",
 }
-"""Public name -> module that defines it."""
+"""Public name of the package -> name of the module that defines it."""
 
 if not TYPE_CHECKING:
     __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562)."""
+    """Import a public name from its module when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -75,5 +75,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
     return sorted({*globals(), *_MODULES})

@@ -193,7 +193,6 @@ def planned(
 
 
 def _request(given: Mapping[str, Any]) -> PlanRequest:
-    """Return the `PlanRequest` of a call's arguments; values that are not text are replaced by their names or text."""
     options: dict[str, Any] = {own.name: given[own.name] for own in fields(PlanRequest) if own.name in given}
     options |= {
         name: _text(options[name])
@@ -205,7 +204,6 @@ def _request(given: Mapping[str, Any]) -> PlanRequest:
 
 
 def _text(value: object) -> str:
-    """Return an option's value as text: name of a dataset or function, device of a calibration, else `str` of it."""
     match value:
         case DatasetStats():
             return value.name
@@ -316,7 +314,7 @@ def parallelize(
 
 
 def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
-    """Raise ConfigError if an option contradicts the given plan. `packed`: True if samples to pack into a row were given."""
+    """Raise ConfigError if an option contradicts the given plan. `packed`: the caller gave several samples to pack in one row."""
     attention, context_parallel = request.attention, request.context_parallel
     if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
         raise ConfigError(
@@ -338,6 +336,6 @@ def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
 
 
 def _recipe(plan: Plan, name: str) -> Recipe:
-    """Return the function and text arguments with which another process makes balancer `name` for steps of a plan."""
+    """Return the function, and its arguments as text, by which another process makes a plan's balancer called `name`."""
     function = balancer_of_json
     return Recipe(module=function.__module__, function=function.__name__, arguments=(plan.to_json(), name))

@@ -72,16 +72,16 @@ def _option(
     choices: tuple[str, ...] = (),
     search: Literal["always", "with global_batch"] | None = None,
 ) -> Any:
-    """Return a dataclass field with the properties of its command-line option, besides type, default and help.
+    """Return a dataclass field whose metadata describes the command-line option that is made from it.
 
     Args:
-        default: value of an option that is not given.
+        default: value if the option is not given.
         name: option's name; by default the field's, with dashes.
         metavar: placeholder of the value in the help; by default the type's.
         shown: words for the default in the help, if the value does not explain itself.
         least: smallest number that is accepted.
         choices: texts that the command line accepts, if Python accepts others too.
-        search: when the command line also accepts the value `search`: the planner searches the choice, as for None in Python.
+        search: condition under which the command line accepts the word `search` (None in Python): the planner then chooses.
     """
     metadata = {"name": name, "metavar": metavar, "shown": shown, "least": least, "choices": choices, "search": search}
     return field(default=default, metadata=MappingProxyType(metadata))
@@ -93,7 +93,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 
 class _Options:
-    """Base of the options of a topic. A number below its field's `least`, or a text that is no choice, raises ConfigError."""
+    """Base class of groups of options. A number below its field's `least`, or a text that is no choice, raises ConfigError."""
 
     __slots__ = ()
 
@@ -261,7 +261,7 @@ class PlanRequest(_Options):
             )
 
     def _check_without_search(self) -> None:
-        """Raise ConfigError if a given option needs `global_batch`. The CLI prints `option` in the message as `--option`."""
+        # The CLI prints a backquoted option of the message as `--option`.
         if self.stats is not None:
             raise ConfigError(
                 "`stats` has no effect without `global_batch`: every microbatch is the example batch then; say how many samples "

@@ -200,7 +200,7 @@ def elastic_job(
 
 
 def _resilience(plan: Plan) -> Resilience:
-    """Return the plan's templates. Raises PlanError if there are none, or if a template's stage is on several devices."""
+    """Return a plan's pipeline templates. Raises PlanError if it has none, or if a template's stage is on several devices."""
     found = plan.resilience
     if found is None:
         raise PlanError("the plan has no templates for the day nodes die: plan with fault_tolerance=1 or more")
@@ -218,7 +218,10 @@ def compile_layers(job: ElasticJob) -> int:
 
 
 def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
-    """Return one microbatch for each capture (pattern) that the first steps need; workers forked later have these captures."""
+    """Return one microbatch for each different capture of the model that the first steps need.
+
+    Workers that are forked later inherit these captures.
+    """
     stages = tuple(PlacedStage(name=stage.name, ranks=(0,), depth=stage.depth) for stage in job.layers.stages)
     placement = Placement(stages=stages, num_microbatches=job.resilience.num_microbatches)
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
@@ -238,6 +241,6 @@ def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
 
 
 def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """Return the cost of each sample summed over all components, as a single component: a pipeline computes all of a sample."""
     costs = costs_of_samples(plan, samples)
+    # A pipeline computes all components of a sample.
     return SampleCosts(components=("",), costs=costs.costs.sum(axis=0, keepdims=True))

@@ -57,7 +57,7 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _umask() -> int:
-    """Return the permission bits that a new file does not get (they can only be read by setting them)."""
+    # The umask can only be read by setting it.
     current = os.umask(0o022)
     os.umask(current)
     return current

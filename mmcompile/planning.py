@@ -46,7 +46,7 @@ from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
 
 _KEPT = 2
-"""Largest number of tensors that a note lists as not sharded; it only counts further ones."""
+"""Largest number of undivided tensors that a note on tensor parallelism names; further ones are only counted."""
 
 OnPhase = Callable[[str, float], None]
 """Callback that receives the name of a planning phase and its seconds."""
@@ -113,7 +113,7 @@ def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bo
 
 
 def _tensor_degrees(request: PlanRequest, space: SearchSpace) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees to search, the same for all chains."""
+    """Return the tensor-parallel degrees to search: those of the request or, if it leaves them open, of the search space."""
     match request.tensor_parallel:
         case None:
             return space.tp
@@ -214,7 +214,7 @@ def make_plan(
 
 
 class _Clock:
-    """Timer of planning phases, which reports the seconds of each phase when it ends."""
+    """Timer that reports the seconds of each planning phase to a callback when the phase ends."""
 
     def __init__(self, on_phase: OnPhase) -> None:
         self._on_phase = on_phase
@@ -238,7 +238,6 @@ def _problem(
     space: SearchSpace,
     axes: Mapping[str, TensorAxes],
 ) -> Problem:
-    """Return the planning problem: costs, search space and constraints of the request."""
     runnable, cp = request.global_batch is None, request.context_parallel or 1
     packed = inputs.packing is not None
     by_chain = request.tensor_parallel if isinstance(request.tensor_parallel, Mapping) else None
@@ -272,7 +271,7 @@ def _problem(
 def _proven(
     search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs, clock: _Clock
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate that the exact solver confirms or finds, and its notes; `best` if no proof is requested."""
+    """Return the exact solver's candidate and notes on it. Without constraints or a solver time in the request, return `best`."""
     if not inputs.constraints and request.solver_seconds is None:
         return best, ()
     # Z3 is a large library, and workers need none.
@@ -286,7 +285,7 @@ def _proven(
 def _relaxed(
     search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return `best` with recomputation chosen layer by layer, and a note on it, if that is faster; else `best` without a note."""
+    """Return `best` with recomputation chosen for each layer, and a note on it, if that is faster; else `best` and no note."""
     if not recomputes_by_layer(request):
         return best, ()
     found = by_layer(search, best, inputs.constraints)
@@ -297,21 +296,20 @@ def _relaxed(
 
 
 def _components(graph: ModelGraph, given: Components | None) -> tuple[str, ...]:
-    """Return the names of the components that an option gives: all for True, none for False or None."""
+    """Return the component names that an option's value stands for: all for True, none for False or None."""
     if isinstance(given, bool):
         return tuple(component.name for component in graph.components) if given else ()
     return tuple(given or ())
 
 
 def _replicas(graph: ModelGraph, request: PlanRequest) -> Mapping[str, int]:
-    """Return chain or component name -> number of replicas, for those that the request decides."""
+    """Return chain or component name -> number of replicas requested; a plain number is for the loss component."""
     if isinstance(request.replicas, int):
         return {graph.loss_component: request.replicas}
     return request.replicas or {}
 
 
 def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:
-    """Return the components whose replicas shard their parameters (FSDP). Raises PlanError for an unknown name."""
     chosen = _components(graph, request.fsdp)
     names = [component.name for component in graph.components]
     unknown = [name for name in chosen if name not in names]
@@ -323,7 +321,6 @@ def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:
 
 
 def _check_shared(plan: Plan, fsdp: Components | None) -> None:
-    """Raise ConfigError if `fsdp` has no effect: a named component, or with True every chain, has a single replica."""
     for name in () if isinstance(fsdp, bool) else fsdp or ():
         chain = next(chain for chain in plan.chains if name in chain.components)
         if not chain.fsdp:
@@ -336,7 +333,6 @@ def _check_shared(plan: Plan, fsdp: Components | None) -> None:
 
 
 def _tensor_note(name: str, degree: int, own: TensorAxes) -> str:
-    """Return a note on a tensor-parallel component: which tensors are divided, and which stay whole."""
     if degree not in own.degrees:
         why = own.reasons.get(degree, f"{degree} is no power of two")
         return f"{name} is no even work for {degree} ranks that share tensors: {why}; what does not divide is computed by each"
@@ -358,10 +354,11 @@ def _linked(captured: Capture, plan: Plan) -> Plan:
 def _with_shared_tokens(
     graph: ModelGraph, table: CostTable, num_ranks: int, inputs: PlanInputs, dtype: str
 ) -> CostTable:
-    """Return the table with the loss component's costs as those of one of `num_ranks` ranks that share its tokens (CP).
+    """Return the cost table for context parallelism: the loss component's costs are those of one of `num_ranks` ranks.
 
-    These costs hold only for the captured batch, so the component gets no load. Without a load, no measured seconds can be looked
-    up. With a calibration no component gets a load: measured and analytic seconds do not compare, so all are analytic then.
+    Each rank computes a part of the tokens. The new costs hold only for the captured batch, so the component's loads, by which
+    measured seconds are looked up, are removed. With a calibration all loads are removed: measured seconds do not compare with
+    analytic ones, so all components then have analytic ones.
     """
     shared = SharedTokens(graph=graph, num_ranks=num_ranks, cluster=inputs.cluster, dtype=dtype)
     layers = shared.costs(table.layers)
@@ -374,7 +371,7 @@ def _with_shared_tokens(
 
 
 def _can_share_tokens(captured: Capture) -> bool:
-    """Return True if all layers but attention compute each token from that token alone."""
+    """Return True if every layer but attention computes each token from that token alone, as context parallelism needs."""
     try:
         with_context_parallel(captured, num_ranks=2, head_stride=1)
     except PlanError:
@@ -383,14 +380,13 @@ def _can_share_tokens(captured: Capture) -> bool:
 
 
 def _check_calibration(inputs: PlanInputs, dtype: str) -> None:
-    """Raise ConfigError for a calibration of another device, dtype or processor."""
     if inputs.calibration is not None:
         here = processor_name(torch.device("cpu")) if inputs.cluster.is_local else None
         inputs.calibration.check(device=inputs.cluster.device.name, dtype=dtype, processor=here)
 
 
 def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:
-    """Return (producer component, consumer component) -> index of the consumer's first layer that reads the producer."""
+    """Return (producer component, consumer component) -> index of the consumer's first layer that reads a producer's value."""
     first: dict[tuple[str, str], int] = {}
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" else ():

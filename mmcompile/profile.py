@@ -32,7 +32,7 @@ _WARM_UP = 1
 ROUNDS = 4
 """Default number of rounds of a measurement, whose median is taken."""
 _IN_FLIGHT = 4
-"""Number of forwards before the first backward of a round, so that activations are not in the cache, as in a stage."""
+"""Number of forwards measured before the first backward: as in a pipeline stage, activations have then left the cache."""
 CPU_SIZES = (64, 256, 1024)
 GPU_SIZES = (64, 256, 1024, 4096, 16384)
 """Default numbers of tokens of GPU measurements (Entrain section 4.4)."""
@@ -108,7 +108,7 @@ class _MeasuredModel:
 
     captured: Capture = field(repr=False)
     inputs: Mapping[str, Tensor] = field(repr=False)
-    """Placeholder name -> value, for every placeholder of the graph."""
+    """Name of each placeholder (input) of the captured graph -> its value in the batch."""
     loads: Mapping[str, Load]
     kinds: Mapping[str, Place]
     """Layer kind -> the first layer of that kind."""
@@ -136,7 +136,7 @@ class _MeasuredModel:
         )
 
     def host_s(self, model: nn.Module, batch: Mapping[str, Any], rounds: int) -> float:
-        """Return the median seconds that rank 0 needs from samples to a prepared microbatch."""
+        """Return the median seconds, over `rounds` runs, in which the CPU prepares a microbatch from the samples in `batch`."""
 
         def prepare() -> None:
             made = completed(model, collate([batch], None))
@@ -148,7 +148,7 @@ class _MeasuredModel:
         return statistics.median([timer.run(prepare)[0] for _ in range(_WARM_UP + rounds)][_WARM_UP:])
 
     def measure(self, place: Place, device: torch.device, rounds: int) -> LayerTimes:
-        """Return the median seconds of forward, input gradient and weight gradient of a layer."""
+        """Return the median seconds, over `rounds` rounds, of a layer's forward, input gradient and weight gradient."""
         run = _LayerRun.of(self, self.programs[place], device)
         timer = Timer(device)
         forward: list[float] = []
@@ -186,7 +186,7 @@ class _LayerRun:
     roots: Sequence[int]
     """Indices of the layer's results from which the backward starts."""
     seeds: Sequence[Tensor]
-    """Gradients of the results at `roots`, in order; () for a layer that only runs forward."""
+    """Gradients from which the backward starts, one for each of `roots`; () for a layer that only runs forward."""
 
     @classmethod
     def of(cls, subject: _MeasuredModel, layer: LayerProgram, device: torch.device) -> _LayerRun:
@@ -212,7 +212,6 @@ class _LayerRun:
         )
 
     def forward(self) -> list[Tensor]:
-        """Run the layer's forward, and return the results at `roots`."""
         with torch.set_grad_enabled(bool(self.seeds)):
             results = self.module(*self.arguments)
         return [results[index] for index in self.roots]
@@ -227,14 +226,14 @@ class _LayerRun:
 
 
 def _weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random weights scaled so that activations keep a magnitude near 1."""
     if len(shape) < 2:
         return torch.ones(shape, dtype=dtype, device=device)
+    # Activations keep a magnitude near 1.
     return torch.randn(shape, dtype=dtype, device=device) / shape[-1] ** 0.5
 
 
 def _arguments(subject: _MeasuredModel, layer: LayerProgram, device: torch.device) -> list[Tensor]:
-    """Return the arguments of a layer: batch inputs and shared values as captured, results of other layers random."""
+    """Return the tensors to call a layer with: batch inputs and shared values as captured, random ones for other results."""
     shared = [node for node in layer.arguments if node.op == "call_function" and info(node).shared]
     known = shared_values(subject.graph, shared, subject.inputs)
     arguments: list[Tensor] = []

@@ -43,8 +43,8 @@ def graph_passes(
 
 
 def _planning_passes(attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass] = ()) -> tuple[AnyPass, ...]:
-    """Return the passes of `PLANNING` that a request needs, in order; gradient-flow is left out, as it runs at capture."""
     passes = graph_passes(attention, autocast, own)
+    # Without gradient-flow, which runs at capture.
     return in_order(PLANNING, {**passes, "modality-dag": (ModalityDag(),), "cost": (_COST,)})
 
 

@@ -23,7 +23,7 @@ Severity = Literal["problem", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
 _MAX_NAMES = 3
 _OPTIMIZER_COPIES = 3
-"""Bytes of gradient and of AdamW's two states for each byte of a trainable parameter, if all have the parameter's dtype."""
+"""Bytes of a gradient and of AdamW's two states for each byte of the parameter, if all have the same dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,6 @@ def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
 
 
 def _gradients(study: Study) -> Iterator[Finding]:
-    """Yield findings on parameters: which train, which should but get no gradient, and which are frozen."""
     graph, report = study.graph, study.gradients
     trainable = [spec for spec in graph.parameters if spec.trainable]
     if not trainable:
@@ -107,7 +106,6 @@ def _parameters(component: Component) -> set[str]:
 
 
 def _dataset(study: Study) -> Iterator[Finding]:
-    """Yield findings on components that no or few samples have data for, samples without text, and too long sequences."""
     stats, workload = study.workload.stats, study.workload
     if stats is None:
         return
@@ -134,7 +132,6 @@ def _rows(study: Study, component: str, shape: SampleShape) -> float:
 
 
 def _too_long(study: Study) -> Iterator[Finding]:
-    """Yield findings on sequences longer than the language model's positions."""
     stats, limit = study.workload.stats, study.max_positions
     component = study.graph.loss_component
     if stats is None or limit is None:
@@ -153,7 +150,6 @@ def _too_long(study: Study) -> Iterator[Finding]:
 
 
 def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
-    """Yield findings on stages whose heaviest microbatch exceeds the memory, with the samples that cause it."""
     limit = memory_bytes(plan)
     pricing = study.pricing(plan)
     needs: dict[str, int] = {}
@@ -189,7 +185,7 @@ def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
 def _stage_bytes(
     study: Study, plan: Plan, chain: Chain, stage: Stage, pricing: Pricing, worst: Mapping[str, Load]
 ) -> int:
-    """Return a stage's peak bytes if one microbatch in flight has the loads `worst` (by component), the others average ones."""
+    """Return a stage's peak bytes if one microbatch in flight has the loads `worst` (by component) and the others mean loads."""
     predicted = stage.prediction
     if not predicted.in_flight:
         return predicted.total_bytes
@@ -206,7 +202,7 @@ def _stage_bytes(
 
 
 def _culprit(study: Study, samples: Sequence[str]) -> str:
-    """Describe the first of the named samples, and count the others: `sample 10482 (31 images, ..) and 7 more like it`."""
+    """Return text on the first named sample, with the number of others: `sample 10482 (31 images, ..) and 7 more like it`."""
     stats = study.workload.stats
     if stats is None or not samples:
         return "the example batch: "
@@ -221,7 +217,6 @@ def _culprit(study: Study, samples: Sequence[str]) -> str:
 
 
 def _pace(plan: Plan) -> Iterator[Finding]:
-    """Yield findings on the slowest rank, and on devices without work."""
     loads = rank_loads(plan)
     slowest = max(loads, key=lambda load: load.seconds)
     others = [load.seconds for load in loads if load is not slowest]

@@ -16,7 +16,7 @@ from mmcompile.units import counted, format_bytes, format_seconds, labelled
 
 Unit = Literal["s", "bytes", "share", ""]
 _EQUAL = 1e-9
-"""Relative difference below which two numbers are equal."""
+"""Relative difference below which numbers of two compared plans count as equal."""
 _MAX_ROWS = 12
 
 
@@ -221,7 +221,7 @@ def _by_size(plan: Plan) -> dict[int, Template]:
 
 
 def _words(template: Template | None, other: Template | None) -> str:
-    """Return a template's numbers as text, with its first stage that differs if the other template has the same; "-" for None."""
+    """Return a template's numbers as text, "-" for None. If `other` has the same numbers, the first differing stage follows."""
     if template is None:
         return "-"
     if other is None or figures(template) != figures(other):
@@ -232,7 +232,7 @@ def _words(template: Template | None, other: Template | None) -> str:
 
 
 def _moved(before: Plan, after: Plan) -> list[LayerMove]:
-    """Return runs of layers with the same old and the same new stage."""
+    """Return the layers whose stage differs between two plans; consecutive layers with the same two stages are one move."""
     homes, goals = ({layer: own.name for own in plan.stages for layer in own.layers} for plan in (before, after))
     moves: list[LayerMove] = []
     for (component, layer), home in homes.items():

@@ -120,7 +120,7 @@ def explain(
 
 
 def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
-    """Return a stage by name and None; or, for a layer, its stage and its position in that stage."""
+    """Return the stage called `what` and None; or, if `what` is a layer, its stage and its position in that stage."""
     for stage in plan.stages:
         if stage.name == what:
             return stage, None

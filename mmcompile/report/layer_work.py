@@ -26,10 +26,10 @@ _FIELDS: Mapping[str, str] = {
     "activation_bytes": "bytes saved",
     "output_bytes": "bytes handed on",
 }
-"""Fields of `LayerCost` whose polynomials are shown, with their labels."""
+"""Field of `LayerCost` whose formula is shown -> its label."""
 _DIGITS = 4
 _TOKENS, _SQUARES = sympy.symbols("t q", nonnegative=True)
-"""Symbols of the rows of a microbatch, and of the sum of its squared sequence lengths."""
+"""Symbols of the tokens of a microbatch, and of the sum of its squared sequence lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,7 +127,7 @@ def _segments(layers: Sequence[tuple[str, int]]) -> tuple[Segment, ...]:
 
 
 def _scaled(stage: Stage, share: LayerShare, in_flight: int) -> StagePrediction:
-    """Return the prediction for a stage with `share` of its layers' work and `in_flight` microbatches in flight."""
+    """Return a stage's predicted times and bytes for a share of its layers, with `in_flight` microbatches in memory at a time."""
     predicted = stage.prediction
     return StagePrediction(
         forward_s=predicted.forward_s * share.forward,

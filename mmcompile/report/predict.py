@@ -43,7 +43,7 @@ def predict(plan: Plan) -> Timeline:
 
 
 def _ends(plan: Plan, link: Link) -> Iterable[tuple[str, str]]:
-    """Yield the shards (source, target) that a link connects: one to one if equally many, else every source to every target."""
+    """Return (source, target) names of the shards that a link connects: one to one if equally many, else each with each."""
     replicas = {stage.name: chain.dp for chain in plan.chains for stage in chain.stages}
     sources, targets = (shard_names(plan.stage(name), replicas[name]) for name in (link.source, link.target))
     return zip(sources, targets, strict=True) if len(sources) == len(targets) else product(sources, targets)

@@ -40,7 +40,7 @@ def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
 
 
 def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
-    """Return component -> load for which the plan's times are predicted: the mean over its data, or the captured batch."""
+    """Return component -> load that the plan's predicted times are for: mean over the plan's data, or the captured batch."""
     samples = slot_samples(plan, study, chain)
     if not plan.data:
         return {name: load * (samples / study.graph.num_samples) for name, load in study.table.loads.items()}
@@ -50,11 +50,10 @@ def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
 
 
 _Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Tokens and sums of squared lengths of microbatches, float64 [microbatches] each."""
+"""Tokens, and sums of squared sequence lengths, of each microbatch: float64 [microbatches] both."""
 
 
 def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
-    """Return component -> loads of `count` microbatches of a chain's first replica; `drawn` is for the last chain's replicas."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -64,7 +63,7 @@ def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas:
 
 
 def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
-    """Return forward and backward seconds of all layers of a chain, float64 [microbatches]."""
+    """Return the seconds of forward plus backward through all layers of a chain, float64 [microbatches]."""
     layers: dict[tuple[str, Recompute], list[int]] = {}
     for stage in chain.stages:
         modes = stage.modes

@@ -132,7 +132,7 @@ def _compared(step: Simulation, best_s: float) -> tuple[str, ...]:
 
 
 def _mean_causes(step: Simulation) -> Mapping[str, float]:
-    """Return cause -> idle share over all ranks."""
+    """Return cause of idle time -> its share of the step time, as the mean over all ranks."""
     weights = {share.chain: 0 for share in step.bubbles}
     for group in step.groups:
         for name in group.stages.split(" + "):

@@ -21,7 +21,7 @@ from mmcompile.planner.schedule.schedule import ActionKind, Flow, FlowEdge, Sche
 from mmcompile.planner.schedule.simulate import Timeline, simulate
 
 _SIGNS = {ActionKind.F: 1, ActionKind.I: 0, ActionKind.W: -1, ActionKind.B: -1}
-"""Action -> 1 if it allocates the activations of its microbatch, -1 if it frees them, 0 if neither."""
+"""Action kind -> 1 if it allocates a microbatch's activations, -1 if it frees them, 0 if neither."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +157,7 @@ def replay(
 
 
 def _placed(plan: Plan, groups: Sequence[RankGroup]) -> list[Stage]:
-    """Return all stages, each with the index of its group as its only rank: one simulated rank stands for a group."""
+    # One simulated rank stands for a group of ranks.
     number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
     return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
 
@@ -177,7 +177,7 @@ def stage_groups(plan: Plan) -> tuple[RankGroup, ...]:
 
 
 def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
-    """Return (source stage, target stage) -> seconds of a message or its gradient; a stage's shards send in parallel."""
+    """Return (sending stage, receiving stage) -> seconds of a message, activations or gradient. Shards send in parallel."""
     seconds: dict[tuple[str, str], float] = {}
     widths = {stage.name: chain.tp * chain.cp for chain in plan.chains for stage in chain.stages}
     for link in plan.links:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SPENT = (TimeKind.REPEATED, TimeKind.PAUSED, TimeKind.SAVING, TimeKind.STOPPED)
 _COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
-"""Bar colours of useful time, of redundant computation, and of each other use of time in `_SPENT`."""
+"""Bar colours: for useful time, for redundant computation, then for each other use of time in `_SPENT`."""
 
 
 def replay_resilience(
@@ -122,7 +122,6 @@ def _draw_rates(axis: Axes, found: TraceReplay) -> None:
 
 
 def _draw_shares(axis: Axes, found: TraceReplay) -> None:
-    """Draw one bar per system: shares of its time."""
     systems = found.systems
     kinds = {"useful": [one.useful for one in systems]}
     kinds["redundant"] = [one.seconds(TimeKind.USEFUL) / found.duration_s - one.useful for one in systems]

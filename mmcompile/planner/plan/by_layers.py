@@ -71,7 +71,7 @@ def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
 
 
 def _depths(plan: Plan) -> Mapping[str, int]:
-    """Return chain name -> depth of the chain's last layer: the number of layers behind it on the path to the loss."""
+    """Return chain name -> number of layers behind the chain's last layer, on the longest path to the loss."""
     length = {chain.name: sum(len(stage.layers) for stage in chain.stages) for chain in plan.chains}
     found = {plan.chains[-1].name: 0}
     # Chains stand in topological order.

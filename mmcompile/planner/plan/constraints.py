@@ -213,7 +213,7 @@ def _bad(text: str, hint: str) -> ConfigError:
 
 
 def _size(num_bytes: int, space: str = "") -> str:
-    """Format bytes in the largest unit that divides them, so that the text reads back exactly; `space` stands before the unit."""
+    """Return bytes as text in the largest unit that divides them, which parses back exactly. `space`: text before the unit."""
     unit = next(unit for unit, size in sorted(_UNITS.items(), key=lambda item: -item[1]) if num_bytes % size == 0)
     return f"{num_bytes // _UNITS[unit]}{space}{unit}"
 

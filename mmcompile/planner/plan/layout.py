@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _ROW_GAP = 1
-"""Number of free cells between rows, before lanes for edges are added."""
+"""Number of free character cells between rows of boxes, if no edge runs there."""
 _COLUMN_GAP = 4
-"""Number of cells between columns, before tracks for edges are added; the arrow head takes the last cell."""
+"""Number of character cells between columns of boxes, if no edge turns there; the arrow head takes the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def lay_out(
 
 
 _Numbers = dict[int, dict[str, int]]
-"""Column -> source name -> index of its track in the gap behind the column; or row -> source name -> index of its lane."""
+"""Column (or row) -> name of a box -> place of its edge among parallel edges in the gap behind the column (or row)."""
 
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:

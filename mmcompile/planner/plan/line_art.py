@@ -25,7 +25,7 @@ _LINES = {
 
 
 _STEPS = {(1, 0): (_RIGHT, _LEFT), (-1, 0): (_LEFT, _RIGHT), (0, 1): (_DOWN, _UP), (0, -1): (_UP, _DOWN)}
-"""(dx, dy) of a line's step -> (direction bit to set in the cell that it leaves, bit to set in the cell that it enters)."""
+"""(dx, dy) from one cell of a line to the next -> (direction bit to set in the first cell, bit to set in the second)."""
 
 
 def line_art(layout: DiagramLayout) -> str:

@@ -153,7 +153,7 @@ def _several_groups(plan: Plan) -> Iterable[str]:
 
 
 def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
-    """Return the ranks, one of each replica, that hold the same shard of a stage as `rank` does."""
+    """Return the ranks that share parameters with `rank` (FSDP): in each replica of the stage, the one with the same shard."""
     shards = chain.tp * chain.cp
     return stage.ranks[stage.ranks.index(rank) % shards :: shards]
 

@@ -95,7 +95,6 @@ def check_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
 
 
 def _check_modes(plan: Plan) -> None:
-    """Raise PlanError if a stage has recomputation modes for more or fewer layers than it has."""
     for stage in plan.stages:
         if stage.recompute and len(stage.recompute) != len(stage.layer_names):
             raise PlanError(
@@ -105,7 +104,6 @@ def _check_modes(plan: Plan) -> None:
 
 
 def _check_templates(plan: Plan) -> None:
-    """Raise PlanError if the templates are for other chains or numbers of layers than the plan has, or contradict each other."""
     if plan.resilience is None:
         return
     layers = {chain.name: sum(len(stage.layer_names) for stage in chain.stages) for chain in plan.chains}

@@ -12,7 +12,7 @@ from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 from mmcompile.units import columns, counted, milliseconds, runs, span
 
 _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
-"""Relative differences below which neighbouring stages' times count as alike; the first with few enough rows is used."""
+"""Relative differences at which neighbouring stages' times count as alike, tried in order until few enough rows are left."""
 _MAX_RANGES = 2
 
 
@@ -21,9 +21,9 @@ Fold = tuple[Stage, ...]
 
 
 def _fold_layers(fold: Fold) -> str:
-    """Return a row's layers as text, for each component first and last layer.
+    """Return the layers of a table row, which shows one or more stages, as text: first and last layer of each component.
 
-    A row of several stages also shows the number of layers of one stage, for example `llm 0..23 (2 each)`.
+    A row of several stages ends with the number of layers of one stage, as in `llm 0..23 (2 each)`.
     """
     spans: dict[str, tuple[int, int]] = {}
     for segment in (segment for stage in fold for segment in stage.segments):

@@ -23,7 +23,7 @@ _MAX_BOX_ROWS = 8
 _MAX_BUBBLES = 3
 _MAX_NAMES = 2
 _LABEL = 13
-"""Width in characters of the column of labels."""
+"""Width in characters of the column of labels in a plan's table."""
 
 
 def format_plan(plan: PlanRecord) -> str:
@@ -65,7 +65,7 @@ def _batch(plan: PlanRecord) -> str:
 
 
 def _boxes(plan: PlanRecord) -> list[str]:
-    """Return lines of a diagram: chains as boxes; edges along links or, in a plan without links, from each chain to the last."""
+    """Return lines of a diagram: chains as boxes, links as edges; without links, an edge from each chain to the last."""
     edges = plan.chain_edges or [(chain.name, plan.chains[-1].name) for chain in plan.chains[:-1]]
     columns_of = _columns(plan.chains, edges)
     # The first free row of the chain's column.
@@ -90,7 +90,7 @@ def _boxes(plan: PlanRecord) -> list[str]:
 
 
 def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Return chain name -> column in the diagram: one left of the leftmost chain that it feeds."""
+    """Return chain name -> column in the diagram. A chain is one column left of the leftmost chain that it sends to."""
     distance = {chain.name: 0 for chain in chains}
     position = {chain.name: index for index, chain in enumerate(chains)}
     for source, target in sorted(edges, key=lambda edge: -position[edge[0]]):
@@ -126,7 +126,7 @@ def _prediction(plan: PlanRecord) -> list[str]:
 
 
 def _rest(plan: PlanRecord, room: int) -> list[str]:
-    """Return at most `room` lines: the sections that can be shortened, most important first, each with a line or more."""
+    """Return at most `room` lines: the plan's optional sections, such as notes and links, shortened to fit."""
     resilience = plan.resilience
     sections = {
         "templates": [] if resilience is None else resilience.rows(len(resilience.templates)),
@@ -148,7 +148,7 @@ def _rest(plan: PlanRecord, room: int) -> list[str]:
 
 
 def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Return section -> number of lines: one each, then one more in turn, until all are complete or `room` is used up."""
+    """Return section -> number of its lines: one more in turn, until each has as many as in `wanted` or `room` is used up."""
     given = {name: 0 for name in wanted}
     while room > 0 and given != wanted:
         for name, count in wanted.items():
@@ -159,7 +159,6 @@ def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def _first(lines: Sequence[str], count: int) -> list[str]:
-    """Return at most `count` lines; the last one counts those that are left out."""
     shown = list(lines[:count])
     if len(lines) > count:
         shown[-1] += f" (and {len(lines) - count} more)"
@@ -167,7 +166,7 @@ def _first(lines: Sequence[str], count: int) -> list[str]:
 
 
 def _cuts(cuts: Sequence[Cut]) -> list[str]:
-    """Return lines for the reasons of cuts; reasons that differ only in numbers share a line."""
+    """Return lines on why chains are cut into stages where they are; reasons that differ only in numbers share a line."""
     groups: dict[tuple[str, str], list[Cut]] = {}
     for cut in cuts:
         chain = cut.stage.rpartition(".")[0]
@@ -184,7 +183,7 @@ def _cut(group: Sequence[Cut]) -> str:
 
 
 def _links(links: Sequence[Link]) -> list[str]:
-    """Return lines for the links, largest first; links along one chain with the same tensors share a line."""
+    """Return lines on the links between stages, largest first; links along one chain with equal bytes share a line."""
     groups: dict[tuple[object, ...], list[Link]] = {}
     for link in sorted(links, key=lambda link: -link.num_bytes):
         ends = tuple(name.rpartition(".")[0] for name in (link.source, link.target))

@@ -15,7 +15,7 @@ from mmcompile.units import format_seconds
 SPARE_GAIN = 0.01
 """Smallest relative gain of a step for which usable nodes are left idle."""
 _MAX_TIED = 32
-"""Largest number of combinations listed among those with the shortest step."""
+"""Largest number of combinations of templates returned among those with equally short steps."""
 _IMPOSSIBLE = -(1 << 40)
 
 
@@ -32,10 +32,10 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shapes:
-    """Templates and numbers that decide the fastest combination, hashable so that results can be cached."""
+    """Input of the search for the fastest combination of templates, hashable so that its results can be cached."""
 
     templates: tuple[tuple[int, float, float], ...]
-    """(number of nodes, seconds to fill, seconds for each microbatch) of every template."""
+    """(number of nodes, seconds to fill the pipeline, further seconds for each microbatch) of every template."""
     min_pipelines: int
     num_microbatches: int
 
@@ -80,7 +80,7 @@ def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> 
 
 @lru_cache(maxsize=4096)
 def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
-    """Return (number of nodes to use, least seconds of a step, reason why further nodes are left idle or "")."""
+    """Return (nodes to use out of `num_nodes`, least seconds of a step on them, reason why the others stay idle or "")."""
     most = int(np.flatnonzero(_in_time(shapes, float("inf"), num_nodes))[-1])
     seconds = _least(shapes, (most,))
     reason = ""
@@ -101,7 +101,7 @@ def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
 
 
 def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
-    """Return the least seconds in which a combination that uses one of the given node counts runs a step."""
+    """Return the least seconds of a step among combinations of templates whose total number of nodes is in `used`."""
     ends = np.unique(np.concatenate([_ends(shapes, index) for index in range(len(shapes.templates))]))
     low, high = 0, len(ends) - 1
     while low < high:
@@ -114,7 +114,7 @@ def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
 
 
 def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
-    """Return for each number of nodes whether pipelines that use all of them run a step by the deadline, bool [nodes + 1]."""
+    """Return bool [nodes + 1]: entry n is True if templates that use exactly n nodes can run a step in `deadline_s`."""
     limits = _limits(shapes, deadline_s)
     usable = [(size, limit) for (size, _, _), limit in zip(shapes.templates, limits, strict=True) if limit]
     found = np.zeros(num_nodes + 1, dtype=bool)
@@ -139,13 +139,13 @@ def _max_pipelines(shapes: _Shapes, num_nodes: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _ends(shapes: _Shapes, index: int) -> np.ndarray:
-    """Return the seconds after which a template's pipeline has run 1, 2, ... microbatches, float64 [microbatches]."""
+    """Return the seconds in which a pipeline of template `index` runs 1, 2, ... microbatches, float64 [microbatches]."""
     _, fill_s, slowest_s = shapes.templates[index]
     return fill_s + np.arange(1, shapes.num_microbatches + 1) * slowest_s
 
 
 def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
-    """Return, for each template, the number of microbatches that its pipeline can run by the deadline; 0 if not even one."""
+    """Return, for each template, the most microbatches that a pipeline of it can run in `deadline_s`, or 0."""
     return tuple(
         int(np.searchsorted(_ends(shapes, index), deadline_s, side="right")) for index in range(len(shapes.templates))
     )
@@ -154,7 +154,8 @@ def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
 def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
     """Return the most microbatches that pipelines can run by a deadline, int64 [templates + 1, pipelines + 1, nodes + 1].
 
-    Entry [t, p, n] is for p pipelines of the first t templates on exactly n nodes. `limits`: most of one pipeline, by template.
+    Entry [t, p, n] is for p pipelines of the first t templates on exactly n nodes together. `limits`: template -> most
+    microbatches of one pipeline.
     """
     most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)
@@ -172,10 +173,10 @@ def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.
 def _combinations(
     shapes: _Shapes, limits: tuple[int, ...], table: np.ndarray, used: int, like: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield up to `_MAX_TIED` combinations that run a step by a deadline on `used` nodes, the most similar to `like` first.
+    """Yield up to `_MAX_TIED` combinations of templates that run a step in time on `used` nodes, as node counts of pipelines.
 
-    A combination is the node count of each of its pipelines. `limits`: from `_limits`. `table`: from `_capacities`. `like`: node
-    count -> number of running pipelines.
+    Those most similar to `like` (node count -> number of running pipelines) come first. `limits`: from `_limits`. `table`: from
+    `_capacities`.
     """
     sizes = [size for size, _, _ in shapes.templates]
     wanted = shapes.num_microbatches

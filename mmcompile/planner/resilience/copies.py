@@ -76,7 +76,7 @@ def busiest_bytes(copies: Sequence[LayerCopy[Holder]]) -> int:
 
 
 def _needs(job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]) -> list[_Need[Holder]]:
-    """Return the layers that nodes run but do not hold, largest first; a layer without any holder raises KeyError."""
+    """Return the layers to copy, largest first: those that a node needs and does not hold. Raises KeyError if no node has one."""
     nothing = np.zeros(len(job.layers), dtype=bool)
     found: list[_Need[Holder]] = []
     holders: dict[int, tuple[Holder, ...]] = {}
@@ -109,7 +109,7 @@ def _sources(needs: Sequence[_Need[Holder]]) -> list[Holder]:
 def _lighten(
     needs: Sequence[_Need[Holder]], chosen: Sequence[Holder], loads: Mapping[Holder, int]
 ) -> list[tuple[int, Holder]] | None:
-    """Return changes (index into `needs`, new source) after which the busiest source sends fewer bytes; None if there are none.
+    """Return changes (index into `needs`, new source) that lower the bytes of the busiest source; None if there are none.
 
     No other source becomes as busy as the busiest was. A breadth-first search finds holders that could send a layer instead.
     `needs`: layers to copy. `chosen`: the source of each. `loads`: source -> bytes that it sends.
@@ -149,7 +149,7 @@ def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest:
 
 
 def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
-    """Return the round of each copy (source, destination). Copies with the same source or destination are in different rounds."""
+    """Return the round in which each copy (source, destination) runs. Copies of one round share no source or destination."""
     at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):
@@ -171,10 +171,10 @@ def _swap(
     first: int,
     second: int,
 ) -> None:
-    """Free round `first` at one end of a new copy, by exchanging rounds `first` and `second` along a path of copies from `end`.
+    """Free round `first` at one end of a new copy: exchange rounds `first` and `second` along a path of copies from `end`.
 
-    The path alternates between the rounds and cannot reach the new copy's other end. An end is ("from" or "to", holder).
-    `at`: end -> round -> index into `edges`. `colour`: round of each edge.
+    The path alternates between the rounds and cannot reach the new copy's other end. `end`: ("from" or "to", holder).
+    `at`: end -> round -> index into `edges`. `colour`: round of each copy in `edges`, changed in place.
     """
     path: list[int] = []
     wanted = first

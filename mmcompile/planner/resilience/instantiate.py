@@ -21,7 +21,7 @@ from mmcompile.units import format_seconds
 
 
 def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
-    """Return the first pipelines of a run, on nodes that hold no state yet (Oobleck, §2.4.2).
+    """Return the first pipelines of a run, on nodes that hold no state yet (Oobleck, §2.4.2); `Stop` for too few nodes.
 
     All combinations of templates that use every node are considered, with at least as many pipelines as fault tolerance needs.
     The one with the shortest step is chosen.

@@ -119,7 +119,7 @@ def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dic
 
 
 def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
-    """Yield (number of pipelines, node counts that so many pipelines add up to, as bits of an int).
+    """Yield for 1, 2, ... pipelines (number of pipelines, int whose bit n is set if they can have n nodes together).
 
     Example: sizes 2 and 3 give (2, 0b1110000), as two pipelines have 4, 5 or 6 nodes. Counts above `num_nodes` are left out.
     """
@@ -134,7 +134,7 @@ def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
 
 
 def _listed(counts: Sequence[int]) -> str:
-    """Return counts as text, `2, 3 and 5`; three or more in a row as `2..5`."""
+    """Return numbers as text, `2, 3 and 5`; three or more consecutive ones as `2..5`."""
     words: list[str] = []
     for first, last in runs(counts):
         words += [f"{first}..{last}"] if last > first + 1 else map(str, range(first, last + 1))

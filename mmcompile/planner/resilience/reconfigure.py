@@ -31,7 +31,7 @@ from mmcompile.planner.resilience.regroup import regroup
 from mmcompile.units import format_bytes, format_seconds
 
 _EQUAL = 1e-9
-"""Relative difference below which the step times of two plans count as equal."""
+"""Relative difference below which two step times count as equal."""
 
 
 def reconfigure(
@@ -98,7 +98,7 @@ def _by_rules(
     spares: Sequence[Node],
     sources: Mapping[Node, np.ndarray],
 ) -> MembershipPlan[Node] | str:
-    """Return the plan by the published rules (`regroup`) without the nodes `gone`; or text, the reason why they give none."""
+    """Return the plan that the published rules (`regroup`) give when the nodes `gone` leave; else the reason as text."""
     found = regroup([pipeline.nodes for pipeline in pipelines], gone, tuple(job.by_size), spares)
     if found is None:
         return "no pipeline has enough nodes left"
@@ -117,7 +117,7 @@ def _by_rules(
 
 
 def _advantage(free: MembershipPlan[Node], by_rules: MembershipPlan[Node]) -> str:
-    """Return the reason why the recomposition `free` is better than the plan by the rules; "" if it is not better."""
+    """Return the reason why plan `free`, found without the regrouping rules, is better than plan `by_rules`; "" if it is not."""
     ours, theirs, rule = free.iteration_s, by_rules.iteration_s, by_rules.rule
     if abs(ours - theirs) > _EQUAL * theirs:
         return f"a step takes {format_seconds(ours)}, after {rule} {format_seconds(theirs)}" if ours < theirs else ""

@@ -102,9 +102,9 @@ def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]]
 
 
 def _divide(group: list[Node], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[Node]], list[Node]]:
-    """Return (pipelines that a group of nodes is divided into, surplus nodes).
+    """Divide a group of nodes into pipelines of the template sizes; return (pipelines, surplus nodes).
 
-    The group stays one pipeline if `whole` and a template has its size. Else as many of its nodes as possible are used, by as
+    With `whole`, a group with the size of a template becomes one pipeline. Else as many of its nodes as possible are used, by as
     many pipelines as possible.
     """
     if whole and len(group) in sizes:

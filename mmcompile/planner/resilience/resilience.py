@@ -104,7 +104,7 @@ def _row(template: Template) -> str:
 
 
 def _stages(templates: Sequence[Template]) -> str:
-    """Return text on the stages of templates, for example `12 stages of 1..4 devices`."""
+    """Return the numbers of stages, and of devices of a stage, in templates as text: `12 stages of 1..4 devices`."""
     counts = span(len(template.stages) for template in templates)
     widths = span(len(stage.devices) for template in templates for stage in template.stages)
     return f"{counts} stage{'s' * (counts != '1')} of {widths} device{'s' * (widths != '1')}"

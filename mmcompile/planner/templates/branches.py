@@ -19,16 +19,16 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 
 _SHARES = 12
-"""Sum of the path weights, which are whole numbers of shares: a path of weight 3 counts 3/12 in the mean over paths."""
+"""Sum of the weights of all paths from a chain to the loss: a path of weight 3 counts 3/12 in the mean of path times."""
 _ROUNDS = 6
-"""Largest number of searches, each with other path weights."""
+"""Largest number of searches, each with other weights of the paths from chains to the loss."""
 _FIRST_STEP = 4
-"""Number of shares (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
+"""Weight (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
-"""Number of intervals (of times of the slowest stage) that a search bounds, besides `_MORE_INTERVALS` for each node count."""
+"""Number of intervals of the slowest stage's time that a search bounds, besides `_MORE_INTERVALS` for each node count."""
 _MORE_INTERVALS = 8
 _VISITS = 8_000
-"""Largest number of stages placed in total while `_Listing` lists the pipelines of one node count."""
+"""Largest number of stages that `_Listing` places in total while it lists the pipelines of one node count."""
 
 
 def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPipeline]:
@@ -49,10 +49,10 @@ def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundP
 
 
 def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
-    """Return finished searches with different path weights, run until the optimum of every node count is proven, or `_ROUNDS`.
+    """Return finished searches with different path weights: how much each path from a chain to the loss counts in the bound.
 
-    Path weights are how much each chain's path to the loss counts in a search's lower bound; after each search, weight moves
-    to the path that was longest. Each search has only the node counts whose optimum no earlier one proved.
+    After each search, weight moves to the path that was longest. They end when the optimum of every node count is proven, or
+    after `_ROUNDS`. A search leaves out the node counts whose optimum an earlier one proved.
     """
     weights, step, longest = _equal(line), _FIRST_STEP, -1
     # Pipelines that fit the memory even if all later chains' stages are between a stage and the loss.
@@ -82,22 +82,21 @@ def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
 
 
 def _equal(line: Line) -> tuple[int, ...]:
-    """Return the first path weights, in shares of `_SHARES`: equal for paths that are no part of a longer path, 0 for others."""
     paths = range(len(line.names))
+    # A path that is part of a longer one has weight 0.
     whole = [path for path in paths if all(line.begins[other, path] != line.starts[path] for other in range(path))]
     share, rest = divmod(_SHARES, len(whole))
     return tuple(share * (path in whole) + (path in whole[:rest]) for path in paths)
 
 
 def _bounding(search: Search, count: int) -> Sequence[LineStage]:
-    """Return the pipeline, feasible or not, whose weighted mean time is the lower bound of a search for `count` nodes."""
+    # The pipeline, feasible or not, whose weighted mean time is the search's lower bound.
     interval = min(search.settled, key=lambda each: int(each.lower[count]))
     sweep = min(search.sweeps([interval], count), key=lambda each: int(each.bounds[0, count]))
     return sweep.pieces(0, count)
 
 
 def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
-    """Return each path's length in ps: the sum over its stages of their time plus `MICROBATCHES_A_STAGE` times the slowest's."""
     slowest = line.timing(pieces).slowest
     return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
@@ -106,7 +105,6 @@ def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
 
 
 def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: int) -> tuple[int, ...]:
-    """Return the path weights with up to `step` shares moved to path `longest`, from the shortest path of weight above 0."""
     moved = list(weights)
     shortest = min((path for path in range(len(weights)) if weights[path]), key=lengths.__getitem__)
     taken = min(step, moved[shortest])
@@ -116,9 +114,9 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
 
 
 def _listed(search: Search, count: int) -> FoundPipeline | None:
-    """Return the best pipeline of a node count after listing every pipeline that may be better than the best known.
+    """Return the fastest pipeline on `count` nodes, after listing all that may beat those found before; None if there is none.
 
-    If `_VISITS` ends the listing early, the result's `bound` also covers the pipelines that were not listed.
+    If `_VISITS` ends the listing early, the result's lower bound also covers the pipelines that were not listed.
     """
     visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
@@ -138,13 +136,13 @@ def _listed(search: Search, count: int) -> FoundPipeline | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Listing:
-    """Depth-first search through the pipelines that may beat the best known, in one interval of guesses, most promising first."""
+    """Depth-first search, most promising first, through the pipelines of one node count that may beat the best found so far."""
 
     sweep: Sweep
     search: Search
     count: int
     visits: list[int]
-    """List of one int, which is counted down: number of stages that may still be placed, over all listings of a node count."""
+    """Number of stages that may still be placed: a list of one int, so that several listings count down together."""
 
     def pipelines(self) -> Iterator[tuple[LineStage, ...]]:
         yield from self._from((), 0, self.count * self.sweep.shape.line.devices_per_node, 0, False)
@@ -152,13 +150,13 @@ class _Listing:
     def _from(
         self, pieces: tuple[LineStage, ...], first: int, devices: int, spent: int, found: bool
     ) -> Iterator[tuple[LineStage, ...]]:
-        """Yield the pipelines that continue given stages with layer `first`.
+        """Yield the complete pipelines that begin with `pieces`.
 
         Args:
             pieces: stages placed so far.
-            first: next layer.
+            first: first layer without a stage.
             devices: number of devices left.
-            spent: cost of `pieces`: their part of the step time in ps, times the sum of the path weights.
+            spent: part of `pieces` in the step time in ps, times the sum of the path weights.
             found: True if the slowest stage is among `pieces`.
         """
         line = self.sweep.shape.line
@@ -175,8 +173,8 @@ class _Listing:
             yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
 
     def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, LineStage, int, bool]]:
-        """Return possible next stages, cheapest first: (least cost to the end, stage, its cost, slowest stage placed by then)."""
         line, sweep = self.sweep.shape.line, self.sweep
+        # (least cost to the end, stage, its cost, slowest stage placed by then), cheapest first.
         ways: list[tuple[int, LineStage, int, bool]] = []
         device = devices % line.devices_per_node
         for width, times in steps(line, first, int(sweep.high[0])):

@@ -18,9 +18,9 @@ from mmcompile.planner.templates.line import INFINITE, Line, LineStage
 from mmcompile.planner.templates.sweep import Costs, Shape, Sweep, least_slowest
 
 _WAYS = 8
-"""Number of smaller intervals that an interval is cut into."""
+"""Number of parts into which the search cuts an interval (range of times of the slowest stage)."""
 _GUESSES = 16
-"""Largest number of intervals bounded in one sweep; fewer if the sweep's tables would have more than `_CELLS` numbers."""
+"""Largest number of intervals for which one dynamic program finds bounds; fewer if its tables would exceed `_CELLS` numbers."""
 _CELLS = 3 * 10**6
 
 
@@ -154,11 +154,11 @@ class Search:
         return [Sweep.of(shape, family, low, high) for family in self.families]
 
     def _most_stages(self, intervals: Sequence[Interval]) -> int | None:
-        """Return the most stages that a faster pipeline can have: each adds at least 3 times the slowest stage to step time T."""
         if self.num_stages is None or not self.line.is_chain:
             return self.num_stages
         upper = max(int(self.upper[self.counts[self.alive(each)]].max(initial=0)) for each in intervals)
         slowest = max(1, int(self.guesses[min(each.first for each in intervals)]))
+        # Each stage adds at least 3 times the slowest one to the step time.
         return max(1, min(self.num_stages, (upper - self.line.least_path) // (3 * slowest)))
 
     def _chunk(self) -> int:
@@ -167,7 +167,6 @@ class Search:
         return max(1, min(_GUESSES, _CELLS // cells))
 
     def _cut(self, interval: Interval, ways: int) -> list[Interval]:
-        """Return an interval cut into at most `ways` smaller ones, without those that cannot hold a better pipeline."""
         size = interval.last + 1 - interval.first
         ends = np.linspace(interval.first, interval.last + 1, min(ways, size) + 1).astype(int).tolist()
         parts = [
@@ -177,16 +176,13 @@ class Search:
         return [part for part in parts if self.alive(part).any()]
 
     def _simple(self, guess: int) -> NDArray[np.int64]:
-        """Return a simple lower bound in ps of step time T if the slowest stage takes `guesses[guess]`: entry n is for n nodes.
-
-        It is the time of the longest path's layers, plus 3 times the slowest stage for each stage of that path.
-        """
         chains = 1 if self.line.is_chain else len(self.line.names)
         stages = np.maximum(1, -(-np.arange(len(self.upper)) // chains))
+        # A lower bound: the longest path's layers, plus 3 times the slowest stage for each stage of that path.
         return self.line.least_path + 3 * stages * self.guesses[guess]
 
     def _bound(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """Return intervals with lower bounds raised by a sweep, and keep the better pipelines that the sweep finds."""
+        """Return the intervals with lower bounds on step time raised by one sweep. Faster pipelines found on the way are kept."""
         most = max(int(self.counts[self.alive(each)].max()) for each in intervals)
         sweeps = self.sweeps(intervals, most)
         bounds = np.array([sweep.bounds for sweep in sweeps])  # [families, intervals, nodes + 1]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from mmcompile.errors import PlanError
 
 _MOST_S = 3600.0
-"""Largest time of a chain for one microbatch, 3600 s: sums of whole picoseconds then stay far below 2^60."""
+"""Largest accepted seconds of a chain for one microbatch: sums of whole picoseconds then stay far below 2^60."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

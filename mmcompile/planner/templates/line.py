@@ -183,10 +183,10 @@ class Line:
 
 
 def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return two arrays [layers + 1, layers + 1] for one chain: entry [i, j] is for a stage of layers i..j-1.
+    """Return two int64 arrays [layers + 1, layers + 1] for one chain. Entry [i, j] is for a stage of layers i..j-1.
 
-    The first holds its picoseconds. The second holds the most stages behind it with which its microbatches in flight fit the
-    memory, -1 if it never fits.
+    The first has the stage's picoseconds for a microbatch. The second has the largest number of later stages with which its
+    microbatches in flight fit the memory, -1 if it never fits.
     """
     count = len(shared.forward_s)
     zeros = (0.0,) * count

@@ -60,10 +60,10 @@ def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int
 
 
 def _layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
-    """Return the bytes to copy to a node for each layer of a chain: trainable parameters and their AdamW state.
+    """Return for each layer of a chain the bytes to copy to a new node: trainable parameters and their AdamW state.
 
     Gradients are computed anew, and every node has the frozen parameters. A parameter that several layers use (tied embeddings)
-    counts for each: a node that runs one of these layers holds its own copy with optimizer state.
+    counts in each: a node that runs one of these layers holds its own copy with optimizer state.
     """
     specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
     found = []
@@ -184,7 +184,7 @@ def _check(problem: Problem, candidate: Candidate, fault_tolerance: int, num_mic
 
 
 def _other_placement(problem: Problem, chains: ChainSet, setting: Setting, fault_tolerance: int) -> str:
-    """Return advice, as text, on another placement of projectors for which templates exist; "" if there is no such placement."""
+    """Return the end of an error message: another placement of projectors for which templates exist; "" if none."""
     for other in problem.sets:
         if other.placement is None or other is chains or other.colocated:
             continue

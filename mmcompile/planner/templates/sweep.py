@@ -47,14 +47,14 @@ class Costs:
 
     @cached_property
     def _weight(self) -> NDArray[np.int64]:
-        """Entry [c, j]: sum of weights of the paths through a stage of chain c that ends before layer j, [chains, layers + 1]."""
+        # Entry [c, j]: sum of weights of the paths through a stage of chain c that ends before layer j.
         ends = np.arange(self.line.num_layers + 1)
         on = ends[None, None, :] > self.line.begins[:, :, None]
         return (on * np.array(self.weights)[:, None, None]).sum(axis=0)
 
     @cached_property
     def _behind(self) -> NDArray[np.int64]:
-        """Entry [c, j]: `scale` if a stage of chain c that ends before layer j is on path `path`, or 0, [chains, layers + 1]."""
+        # Entry [c, j]: `scale` if a stage of chain c that ends before layer j is on path `path`, else 0.
         ends = np.arange(self.line.num_layers + 1)
         return (ends[None, :] > self.line.begins[self.path][:, None]) * self.scale
 
@@ -205,10 +205,7 @@ class Sweep:
     def _step(
         self, guess: int, first: int, left: int, node: int, device: int, found: bool
     ) -> tuple[LineStage, bool, int]:
-        """Return (stage that gives entry [first, guess, left, node, device] its cost, `found` behind it, `left` behind it).
-
-        `found`: the slowest stage is placed. `left`: number of stages that may still be placed.
-        """
+        # Returned: the stage that gives the entry its cost, then `found` and `left` behind that stage.
         line, one = self.shape.line, slice(guess, guess + 1)
         table = self.behind if found else self.whole
         wanted = table[first, guess, left, node, device]
@@ -231,7 +228,7 @@ class Sweep:
 
 
 def _best(rest: NDArray[np.int64], cost: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the least sum, over n stages, of cost [n, guesses], `rest` [n, guesses, ...] and depths; at most `INFINITE`."""
+    # Shapes: rest [stages, guesses, ...], cost [stages, guesses].
     added = cost[:, :, None] + depths
     return np.minimum((rest + added[..., None, None]).min(axis=0), INFINITE)
 

@@ -64,7 +64,10 @@ def program_text(source: str) -> str:
 
 
 def program_dot(source: str, name: str) -> str:
-    """Return Graphviz text of the groups, edges named by the values that flow."""
+    """Return Graphviz text of a stage program: its statement groups as nodes, edges labelled with the values passed on.
+
+    `source`: Python source of the program. `name`: title of the graph.
+    """
     groups = program_groups(source)
     lines = [f"digraph {dot_text(name)} {{", '  node [shape=box, fontname="monospace"];']
     for index, group in enumerate(groups):
@@ -118,7 +121,7 @@ def _forward(module: ast.Module) -> ast.FunctionDef:
 
 
 def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
-    """Return layer function name -> names of the ops it calls."""
+    """Return name of each layer function in a stage's source -> names of the operations that it calls."""
     return {
         node.name: tuple(op for statement in node.body for op in _ops(statement))
         for node in module.body
@@ -127,12 +130,10 @@ def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _ops(statement: ast.AST) -> Iterator[str]:
-    """Yield the names of the functions that a statement calls."""
     yield from (ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
 
 
 def _titles(lines: Sequence[str], forward: ast.FunctionDef) -> Iterator[str]:
-    """Yield, for each statement of `forward`, the comment above it."""
     title, line = "", forward.lineno
     for statement in forward.body:
         comments = [text.strip() for text in lines[line : statement.lineno - 1] if text.strip().startswith("#")]
@@ -158,7 +159,7 @@ _MODULES = ("self", "aten", "torch", "mm", "math", "operator")
 
 
 def _names(statement: ast.AST, context: type[ast.expr_context]) -> list[str]:
-    """Return the names that a statement reads (`context` is `ast.Load`) or writes (`ast.Store`), in order of the source."""
+    """Return the names of values that a statement reads (`context` is `ast.Load`) or writes (`ast.Store`), in source order."""
     found = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
     found.sort(key=lambda name: (name.lineno, name.col_offset))
     return list(dict.fromkeys(name.id for name in found if name.id not in _MODULES))

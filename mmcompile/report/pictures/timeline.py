@@ -26,7 +26,7 @@ _NAMES = {
     ActionKind.W: "weight gradient",
 }
 _COMPARABLE = 3.0
-"""Largest ratio of lengths at which two timelines share their time axis."""
+"""Largest ratio between the lengths of two timelines at which they are drawn on one time axis."""
 _LEGEND_COLUMNS = 6
 """Most entries in a row of the legend: more would be wider than the picture."""
 

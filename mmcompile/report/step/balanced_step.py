@@ -182,7 +182,7 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
 
 
 def _ends(plan: Plan, encoder: str, language_model: str) -> tuple[Ranks, Ranks]:
-    """Return the first rank of each replica: for the stage that makes the encoder's features, and for the one that reads them."""
+    """Return the first rank of every replica, for the stage that sends an encoder's features and the one that receives them."""
     chains = towers(plan)
     sources, targets = (
         {stage.name: chain.dp for chain in chains[name] for stage in chain.stages} for name in (encoder, language_model)

@@ -123,7 +123,7 @@ def tried(
 
 
 def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> None:
-    """Raise ConfigError if the dataset lacks a modality for which the plan has devices; samples of one step may lack it."""
+    """Raise ConfigError if the dataset has no sample for a component with devices. `costs`: of one step, which may lack it."""
     if costs.takes_part.any(axis=1).all():
         return
     whole = costs_of_shapes(plan, stats.samples)

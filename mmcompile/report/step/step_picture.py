@@ -83,7 +83,7 @@ def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
 
 
 def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, colour: str) -> None:
-    """Draw the seconds of microbatches, [replicas, microbatches], as bars; `late` is the part of `after` that is deferred."""
+    # All arrays are [replicas, microbatches], in seconds; `late` is the deferred part of `after`.
     replicas, microbatches = before.shape
     places = (np.arange(replicas)[:, None] * (microbatches + 1) + np.arange(microbatches)).ravel()
     axis.bar(places - 0.2, before.ravel(), width=0.4, color=_BEFORE, label="arrival order")
@@ -100,7 +100,6 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
 
 
 def _name_replicas(axis: Axes, places: np.ndarray) -> None:
-    """Label each replica's bars with its name, or only its number if many; `places`: x of the bars, [replicas, microbatches]."""
     named = len(places) <= 8
     middle = axis.secondary_xaxis(-0.08 if places.size <= _LABELS else 0.0)
     texts = [f"replica {index}" if named else str(index) for index in range(len(places))]

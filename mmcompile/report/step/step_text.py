@@ -15,7 +15,7 @@ MIN_WIDTH, MAX_WIDTH = 72, 140
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _PLACE = "replica.microbatch"
 _SECONDS = 10
-"""Number of text columns for a time."""
+"""Width in characters of a printed time."""
 
 
 def step_text(step: BalancedStep, *, width: int = 100, max_rows: int = MAX_ROWS) -> str:
@@ -89,7 +89,7 @@ def _traffic(traffic: Traffic) -> str:
 
 
 def _bar_length(step: BalancedStep, width: int) -> int:
-    """Return the number of columns for bars, the same for all components; deferred samples are listed after the bars."""
+    # Deferred samples are listed after the bars.
     notes = (_note(samples) for each in step.components for replica in each.deferred for samples in replica)
     return (width - len(_PLACE) - 2 * (_SECONDS + 1) - 5 - max(map(len, notes))) // 2
 
@@ -113,7 +113,7 @@ def _bars(component: ComponentLoads, length: int, max_rows: int) -> Iterator[str
 
 
 def _shown(weights: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
-    """Return (replica, microbatch) of the `max_rows` largest of `weights`, [replicas, microbatches], replica by replica."""
+    """Return the (replica, microbatch) of the `max_rows` largest of `weights` [replicas, microbatches], ordered by replica."""
     heaviest = np.sort(np.argsort(-weights, axis=None, kind="stable")[:max_rows])
     return [(index // weights.shape[1], index % weights.shape[1]) for index in heaviest.tolist()]
 

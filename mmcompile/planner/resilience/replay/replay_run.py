@@ -226,7 +226,7 @@ class ReplayRun(ABC):
 
     @final
     def _work(self, end_s: float) -> None:
-        """Work on the first pending task until it is done or until `end_s`."""
+        """Simulate the first pending task, such as saving a checkpoint, until it is done or until `end_s`."""
         spent, seconds = self._busy[0]
         if self._now_s + seconds > end_s:
             self._busy[0] = (spent, seconds - (end_s - self._now_s))
@@ -241,7 +241,7 @@ class ReplayRun(ABC):
 
     @final
     def _train(self, end_s: float) -> None:
-        """Train whole steps until `end_s` or the next checkpoint, or only one step if nodes wait for its end."""
+        """Simulate whole training steps until `end_s` or the next checkpoint, or only one if nodes wait to join after it."""
         steps = int((end_s - self._mark_s) / self.step_s)
         until_save = max(1, ceil((self._saved_s + self._save_interval_s - self._mark_s) / self.step_s))
         limit = 1 if self._waiting and not self.joins_after_save else until_save

@@ -134,8 +134,8 @@ class RedundantRun(ReplayRun):
         return ((TimeKind.PAUSED, pause_s),)
 
     def _set_step(self) -> None:
-        """Set `step_s` to the seconds of the slowest pipeline's step; pipelines share the batch evenly."""
         assert self._grid is not None
+        # Pipelines share the batch evenly, and the step ends with the slowest one.
         template, share = self._grid.template, ceil(self.job.num_microbatches / len(self._rings))
         holes = any(None in ring for ring in self._rings)
         step_s = template.iteration_s(share) + (share * template.slowest_s if holes else 0.0)
@@ -143,7 +143,7 @@ class RedundantRun(ReplayRun):
 
 
 def _stands(ring: Sequence[int | None]) -> bool:
-    """Return whether a ring of nodes (None: missing) can still train: a node is left, and no two neighbours are missing."""
+    """Return True if a ring of nodes can still train: a node is left, and no two neighbours are missing (None)."""
     missing = [node is None for node in ring]
     pairs = zip(missing, [*missing[1:], missing[0]], strict=True)
     return not any(one and other for one, other in pairs)

@@ -173,7 +173,7 @@ def _counted(readings: Sequence[tuple[float, int]], seed: int) -> tuple[list[tup
 
 
 def _changes(events: Iterable[tuple[float, int, bool]]) -> tuple[TraceChange, ...]:
-    """Return events (seconds, node, True if added) as one change for each time, without nodes added and removed at one time."""
+    """Return a change for each time of events (seconds, node, True if added), without nodes both added and removed then."""
     by_time: dict[float, tuple[set[int], set[int]]] = {0.0: (set(), set())}
     for time_s, node, added in sorted(events, key=lambda event: event[0]):
         by_time.setdefault(time_s, (set(), set()))[0 if added else 1].add(node)

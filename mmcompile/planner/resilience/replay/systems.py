@@ -27,7 +27,7 @@ from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 CURVE_WINDOWS = 120
 """Number of points of a throughput curve."""
 _INTERVALS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Factors on the checkpoint interval of Young's rule; each system uses the one that is best for it."""
+"""Factors on Young's checkpoint interval that are tried for each simulated system; the best one counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ class TemplateRun(ReplayRun):
         return self._take(reconfigure(self.job, self._pipelines, joined=nodes, spares=self._spares), alive)
 
     def _begin(self, nodes: Sequence[int]) -> Busy:
-        """Start new pipelines from the last checkpoint; return the tasks before the next step."""
+        """Start new pipelines on `nodes` from the last checkpoint; return the tasks to do before the first step."""
         found = instantiate(self.job, nodes)
         if isinstance(found, Stop):
             self._pipelines, self._spares = (), list(nodes)
