@@ -16,8 +16,8 @@ from mmcompile.planner.exact.split_problem import ExactProblem, sharing, slowest
 from mmcompile.planner.search.partition import PER_SECOND
 from mmcompile.units import counted, format_bytes, format_seconds
 
+# Number of stages of a chain, beyond the demanded count, that an explanation considers.
 _WIDENED = 8
-"""Number of stages of a chain, beyond the demanded count, that an explanation considers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def conflict(problem: ExactProblem, budget_s: float) -> Conflict:
 
 
 def _widened(problem: ExactProblem) -> ExactProblem:
-    """Return the problem with demanded stage counts free, so that demands on counts can be left out one by one."""
+    # Stage counts become free, so that demands on counts can be left out one by one.
     lows: dict[int, int] = {}
     for rule in (demand.rule for demand in problem.demands):
         if isinstance(rule, Count):
@@ -76,7 +76,6 @@ def _widened(problem: ExactProblem) -> ExactProblem:
 
 
 def _why(problem: ExactProblem, demand: Demand) -> str:
-    """Return the reason why a demand cannot be met even alone; "" if its words are reason enough."""
     match demand.rule:
         case Unsatisfiable() as rule:
             return rule.why
@@ -90,7 +89,6 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
 
 
 def _too_big(problem: ExactProblem, cap: Cap) -> str:
-    """Return text on a layer that alone exceeds a cap, even with the fewest stages between it and the loss; "" if none does."""
     least = least_tails(problem)
     for index, chain in enumerate(problem.chains):
         needed = chain.tables.needs(problem.in_flight(least[index])).diagonal(1)
@@ -102,7 +100,7 @@ def _too_big(problem: ExactProblem, cap: Cap) -> str:
 
 
 def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
-    """Yield text on each demand that can be changed or left out so that the DP finds a split that meets all others."""
+    """Yield text on each demand without which, or with a weaker one, a split that meets all the others is found."""
     for demand in demands:
         others = replace(problem, demands=tuple(other for other in problem.demands if other is not demand))
         best, _ = seed(others)
@@ -120,7 +118,7 @@ def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
 
 
 def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
-    """Return the least cap in bytes, to a thousandth, with which the DP finds a split that meets `others`."""
+    """Return the least cap in bytes, to a thousandth, in place of `cap` with which a split that meets `others` is found."""
 
     def fits(num_bytes: int) -> bool:
         changed = replace(demand, rule=replace(cap, num_bytes=num_bytes))

@@ -24,10 +24,10 @@ from mmcompile.planner.search.partition import Split, StageTables
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_seconds
 
+# Most candidates of the search that are cut again under the constraints.
 _MAX_TRIED = 24
-"""Most candidates of the search that are cut again under the constraints."""
+# Most candidates whose stage counts are chosen again when no candidate's counts can meet the constraints.
 _MAX_ANEW = 4
-"""Most candidates whose stage counts are chosen again when no candidate's counts can meet the constraints."""
 
 
 Result = tuple[Candidate, tuple[str, ...]]
@@ -119,7 +119,7 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
 
 
 def _readable(found: Sequence[Candidate], constraints: Sequence[Constraint]) -> Iterator[Candidate]:
-    """Yield candidates whose chains have all names in the constraints; chains and so names depend on the projector placement."""
+    """Yield candidates in which all names in the constraints exist: the names of chains depend on the projector placement."""
     refusal: ConfigError | None = None
     readable = 0
     for judged in found:
@@ -176,7 +176,6 @@ def _anew(
 
 
 def _different(found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the first few candidates (`_MAX_ANEW`), no two of them with equal chains, degrees and setting."""
     seen: set[tuple[object, ...]] = set()
     for judged in found:
         key = (judged.chains, judged.degrees, judged.setting)

@@ -46,7 +46,6 @@ def demands(
 def _rules(
     constraint: Constraint, chains: Sequence[ExactChain], counts: Sequence[int] | None, memory_bytes: int | None
 ) -> Iterator[Rule]:
-    """Yield the rules that a constraint amounts to; it yields none if every split meets the constraint."""
     where = str(constraint)
     match constraint:
         case SameStage(same=True):
@@ -134,7 +133,6 @@ def _cap(
 
 
 def _stages_on(where: str, rank: int, chains: Sequence[ExactChain]) -> list[tuple[int, int]]:
-    """Return the (chain, stage) pairs, counted from 0, that a rank runs."""
     if not all(chain.ranks for chain in chains):
         raise ConfigError(
             f"{where}: ranks are known once the number of stages is; name a stage instead, or fix the stages"

@@ -16,8 +16,8 @@ from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Un
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, covers, slowest_ps, tails
 from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
+# Number of target times of the slowest stage, least first, whose stage counts are tried with the real distances to the loss.
 _MAX_REALISED = 32
-"""Number of target times of the slowest stage, least first, whose stage counts are tried with the real distances to the loss."""
 
 
 def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
@@ -41,7 +41,6 @@ def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
 
 
 def _counts_allowed(problem: ExactProblem, chain: int) -> range:
-    """Return the stage counts of a chain that its own range, its number of layers, and the demands on counts allow."""
     own = problem.chains[chain]
     low, high = own.low, min(own.high, own.num_layers)
     for demand in problem.demands:
@@ -71,7 +70,7 @@ def least_tails(problem: ExactProblem) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _ChainSplits:
-    """Optimal splits of single chains for each tail (number of stages to the loss), computed once and kept."""
+    """Optimal splits of single chains into stages, computed once for each tail (number of stages from a chain to the loss)."""
 
     problem: ExactProblem
     known: dict[tuple[int, int], dict[int, Split]] = field(default_factory=dict)
@@ -91,7 +90,10 @@ class _ChainSplits:
         return self.known[key]
 
     def _chain(self, chain: int, tail: int, count: int) -> dict[int, Split]:
-        """Return splits into 1 to `count` stages; demands on a stage of given index, from the first, assume `count` stages."""
+        """Return number of stages -> optimal split of a chain, for 1 to `count` stages.
+
+        A demand on a stage of given index, counted from the first, applies as in a split into `count` stages.
+        """
         costs = (_cost(self.problem, chain, tail, k, count) for k in range(1, count + 1))
         return {k: split for k, split in enumerate(cheapest_splits(costs), start=1) if split is not None}
 
@@ -104,7 +106,7 @@ def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
 
 
 def _cost(problem: ExactProblem, chain: int, tail: int, k: int, count: int) -> Table:
-    """Return the picoseconds of every stage as the k-th from the end of `count` stages, [N+1, N+1].
+    """Return the picoseconds of every possible stage that is the k-th from the end of `count` stages, [N+1, N+1].
 
     Entry [i, j] is for the stage of layers i..j-1; INFINITE if the memory or a demand forbids it.
     """
@@ -129,7 +131,7 @@ def _cost(problem: ExactProblem, chain: int, tail: int, k: int, count: int) -> T
 
 
 def _targets(problem: ExactProblem, dp: _ChainSplits) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (ps of the slowest stage, fewest stages of each chain that meet it), ps rising, where the devices suffice."""
+    """Yield (ps of the slowest stage, fewest stages of each chain that are no slower), ps rising, where the devices suffice."""
     options = [dp.splits(chain, tail) for chain, tail in enumerate(least_tails(problem))]
     if not all(options):
         return
@@ -144,7 +146,7 @@ def _targets(problem: ExactProblem, dp: _ChainSplits) -> Iterator[tuple[int, tup
 
 
 def _realise(problem: ExactProblem, dp: _ChainSplits, counts: tuple[int, ...]) -> Splits | None:
-    """Return splits with given stage counts and the real distances to the loss; None if they do not meet a demand."""
+    """Return splits with given stage counts, for their true distances to the loss; None if these cannot meet all demands."""
     splits = [Split(boundaries=(0, chain.num_layers)) for chain in problem.chains]
     for chain in reversed(range(len(splits))):
         options = dp.splits(chain, tails(problem, tuple(splits))[chain])

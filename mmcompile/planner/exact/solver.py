@@ -114,7 +114,7 @@ def solve(
 
 @dataclass(kw_only=True)
 class _Minimisation:
-    """State of the minimisation by Z3; at any time it holds the best split and bound so far."""
+    """Search with the solver Z3 for the split whose slowest stage is fastest; it holds the best split and bound so far."""
 
     problem: ExactProblem
     deadline: float
@@ -122,7 +122,7 @@ class _Minimisation:
     best: Splits | None = None
     proved: bool = False
     values: list[int] = field(default_factory=list)
-    """Times in ps that a stage can take, ascending; empty where stages share ranks, as then the slowest may be any sum."""
+    """Possible times of a stage in ps, ascending; empty where stages share ranks, as then the slowest may be any sum."""
 
     @property
     def best_ps(self) -> int:
@@ -154,9 +154,9 @@ class _Minimisation:
                 limits[chain] = self._time(self.best, {chain})
 
     def _minimise(self, model: Model, chains: set[int], limits: Sequence[int]) -> None:
-        """Minimise the slowest stage of the given chains, with no stage slower than its chain's limit in ps.
+        """Minimise the slowest stage of the given chains, with no stage slower than the limit in ps of its chain.
 
-        Z3 is first asked for any better split, as the known one is often optimal. Bisection follows.
+        Z3 is first asked for any better split, as the current one is often optimal. Bisection follows.
         """
         everything = len(chains) == len(limits)
         bound_ps = self.bound_ps if everything else 0
@@ -188,7 +188,6 @@ class _Minimisation:
         return max(max(times[chain]) for chain in chains)
 
     def _middle(self, bound_ps: int, best_ps: int) -> int | None:
-        """Return the next limit in ps to try, halfway from bound to best, one of `values` if any; None if none lies between."""
         if not self.values:
             return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
         low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)

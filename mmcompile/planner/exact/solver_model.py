@@ -108,7 +108,7 @@ class Model:
         return left_s
 
     def _tail_literals(self) -> list[list[Bit]]:
-        """Return literals [chain][d]: at least d stages lie between the chain's end and the loss; True where that is certain."""
+        """Return for each chain literals of the solver; the d-th is true if at least d stages lie between chain and loss."""
         least = least_tails(self._problem)
         found: list[list[Bit]] = [[] for _ in self._chains]
         for index in reversed(range(len(found))):
@@ -195,7 +195,7 @@ class Model:
         self._solver.add(z3.Or(off, z3.PbLe(terms, rule.most)))
 
     def _measured(self, chain: int, stage: int, what: Literal["picoseconds", "bytes"]) -> z3.ArithRef:
-        """Return a Z3 number that is at least the ps or bytes of a stage of a chain whose number of stages is decided."""
+        """Return the solver's number for the ps or bytes of a stage, constrained to be at least the true value."""
         key = f"{what}{chain}_{stage}"
         if key not in self._measures:
             total = self._measures[key] = z3.Real(key)

@@ -137,7 +137,7 @@ def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
 
 
 def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
-    """Return the bytes of each stage that a cap applies to, then the sum for each such stage and those on its ranks."""
+    """Return the bytes that a memory cap limits: those of each stage concerned, then sums of such stages that share ranks."""
     used = stage_bytes(problem, splits)
     chosen = [(c, s) for c, stages in enumerate(used) for s in range(len(stages)) if covers(rule, c, s)]
     shared = [group for group in sharing(problem) if any(stage in chosen for stage in group)]

@@ -137,7 +137,6 @@ def _check(graph: ModelGraph, costs: Mapping[str, Sized], projector: ProjectorPl
 
 
 def _in_order(graph: ModelGraph, dag: nx.DiGraph[str]) -> list[str]:
-    """Return the nodes of a graph of component names in topological order, ties in the model's order."""
     position = {component.name: index for index, component in enumerate(graph.components)}
     return list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))
 

@@ -17,11 +17,9 @@ from mmcompile.planner.pricing.sample_sizes import grid_of, media_lengths, token
 
 _CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
 _TEXT = ("input_ids", "inputs_embeds")
+# Least share of an image's pairs of rows that attend to each other for attention to count as global, not windowed. It is below 1,
+# as rows are not quite proportional to patches.
 _WHOLE = 0.99
-"""Least share of an image's pairs of rows that attend to each other for attention to count as global, not windowed.
-
-It is below 1, as rows are not quite proportional to patches.
-"""
 
 
 def geometries(
@@ -83,7 +81,7 @@ def _sources(
 
 
 def _modality_of(component: Component) -> Modality:
-    """Return the modality of a component's rows, from the names of the model inputs that reach the component."""
+    """Return the modality that a component processes, from the names of the model inputs that reach it; "sample" if unclear."""
     if component.kind == ComponentKind.LANGUAGE_MODEL or any(name.endswith(_TEXT) for name in component.sources):
         return "text"
     hits: list[Modality] = [
@@ -126,7 +124,7 @@ def _inputs(
 def _input(
     graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
 ) -> MediaInput:
-    """Return how lengths of images or audio clips follow from the input `name`; in the captured batch all have the same size.
+    """Return how lengths of images or audio clips follow from the input `name`, given a batch in which all are equally long.
 
     A length is a number of patches if the encoder has a convolution, else an item's part of the encoder's rows. Where the graph
     does not read the input itself, the model has packed it: only the steps that a mask input marks count.
@@ -145,7 +143,6 @@ def _input(
 
 
 def _marks(mask: Tensor, value: Tensor) -> bool:
-    """Return whether a tensor has the shape and dtype of a mask [items, steps] over an input."""
     return (
         not mask.is_floating_point()
         and mask.dim() == 2
@@ -155,7 +152,6 @@ def _marks(mask: Tensor, value: Tensor) -> bool:
 
 
 def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
-    """Return height and width of a patch: the stride of a component's first convolution; None without a convolution."""
     for node in graph.module.graph.nodes:
         if node.op == "call_function" and info(node).component == component and op_name(node) in _CONVOLUTIONS:
             stride = node.args[3] if len(node.args) > 3 else node.kwargs.get("stride", (1, 1))
@@ -166,7 +162,7 @@ def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
 
 
 def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities: Mapping[str, Modality]) -> set[int]:
-    """Return the numbers of rows of all tensors that components of a modality send, directly or not, to one component."""
+    """Return the numbers of rows of all tensors that a component receives, directly or not, from components of a modality."""
     nodes: dict[str, fx.Node] = {node.name: node for node in graph.module.graph.nodes}
     dag, rows = graph.dag(), set[int]()
     for producer, consumer, names in graph.edges:
@@ -180,7 +176,8 @@ def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities
 def _placeholders(sequences: Tensor, rows: set[int]) -> int:
     """Return the number of sequence positions held by placeholder ids; 0 if an encoder's rows do not enter the sequence.
 
-    An id is a placeholder if it occurs as often as an encoder sends rows (`rows`). Of several such, one must follow itself.
+    An id is a placeholder if its count equals a number of rows that an encoder sends (`rows`). If several ids have that count,
+    one of them must occur twice in a row.
     """
     ids, counts = torch.unique(sequences[sequences >= 0], return_counts=True)
     frequent: dict[int, list[int]] = {}

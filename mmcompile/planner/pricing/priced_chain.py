@@ -43,9 +43,9 @@ class PricedChain:
     working_bytes: NDArray[np.int64]
     """Bytes held only while the layer runs its backward, for the worst microbatch, [layers]."""
     shared_bytes: NDArray[np.int64]
-    """Bytes of earlier layers' values, as masks, kept if a stage begins with the layer, for the mean microbatch, [layers]."""
+    """Bytes of earlier layers' values, such as masks, kept where a stage begins with a layer: mean microbatch, [layers]."""
     worst_shared_bytes: NDArray[np.int64]
-    """Bytes of earlier layers' values, as masks, kept if a stage begins with the layer, for the worst microbatch, [layers]."""
+    """Bytes of earlier layers' values, such as masks, kept where a stage begins with a layer: worst microbatch, [layers]."""
     output_bytes: NDArray[np.int64]
     """Bytes of the layer's output on one rank, for the mean microbatch, [layers]."""
     whole_bytes: NDArray[np.int64]
@@ -135,7 +135,7 @@ def price_chain(
 def _component_prices(
     pricing: Pricing, component: str, share: float, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return seconds and sizes of one layer of each group of equal layers of a component, at `share` times each of `loads`.
+    """Return seconds and sizes of a component's layers, one of each group of equal layers, at `share` times each of `loads`.
 
     Returns:
         [groups, loads, 3]: seconds of forward, input and weight gradient. [groups, loads, 10]: whether a backward runs, then

@@ -25,6 +25,7 @@ from mmcompile.costmodel.memory import recomputed
 from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel
 from mmcompile.passes.cost.cost_table import CostTable
 
+# Names of the amounts in order. The first `_TIMED` determine the seconds, the others are the sizes in `LayerBytes`.
 _AMOUNTS = (
     "forward_flops",
     "input_grad_flops",
@@ -42,7 +43,6 @@ _AMOUNTS = (
     "output_bytes",
     "shared_bytes",
 )
-"""Names of the amounts in order. The first `_TIMED` determine the seconds, the others are the sizes in `LayerBytes`."""
 _TIMED = 9
 
 
@@ -207,7 +207,7 @@ class Pricing:
         return self.token_sharing is None or component in self.token_sharing
 
     def _grouped(self, component: str) -> tuple[NDArray[np.int64], tuple[LayerGroup, ...]]:
-        """Return the group number of each layer, [layers], and the groups of a component."""
+        """Return the number of each layer's group, [layers], and the groups of equal layers of a component."""
         if component not in self._groups:
             growing = self.table.growing.get(component) or self.table[component]
             kinds = self.kinds.get(component, ("",) * len(growing))
@@ -226,7 +226,6 @@ class Pricing:
         return self._groups[component]
 
     def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
-        """Return the cost on one rank without sharding of one layer of each group, at a load; None: at the captured load."""
         key = (component, load)
         if key not in self._tables:
             first = [group.first for group in self._grouped(component)[1]]
@@ -262,7 +261,7 @@ class Pricing:
         return self._shared[key]
 
     def _rows(self, component: str, load: Load | None) -> float:
-        """Return the rows of a load as a multiple of the captured rows; 1 where costs do not depend on the load."""
+        """Return a load's rows divided by those of the captured batch; 1 where costs do not depend on the load."""
         if load is None or component not in self.table.growing:
             return 1.0
         captured = self.table.captured_loads[component].tokens
@@ -271,7 +270,7 @@ class Pricing:
     def _size(self, component: str, tokens: float) -> int:
         """Return the even exponent e whose 2^e is nearest to the load's tokens divided by those of the captured load.
 
-        Amounts are affine in the load only near each power of four, as collectives are not affine over all sizes.
+        Amounts have a separate affine function of the load near each power of four, as collectives are not affine over all sizes.
         """
         if component not in self.table.growing:
             return 0
@@ -279,7 +278,10 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """Return coefficients (fixed, per token, per square) of amounts, [groups, amounts, 3]; `size` is the loads' `_size`."""
+        """Return the coefficients (constant, per token, per squared length) of a layer's amounts as functions of the load.
+
+        The shape is [groups of layers, amounts, 3]. `size` is the result of `_size` for the load.
+        """
         key = (component, sharding, size)
         if key not in self._affine:
             if component in self.table.growing:
@@ -296,7 +298,6 @@ class Pricing:
         return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
 
     def _shared_costs(self, component: str, load: Load | None, sharding: LayerSharding) -> list[LayerCost]:
-        """Return the cost of one layer of each group on one rank, for a load and a sharding."""
         groups = self._grouped(component)[1]
         return [
             self._share(component, cost, group, load, sharding)
@@ -304,7 +305,7 @@ class Pricing:
         ]
 
     def _roofline(self, amounts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return seconds [groups, n, 3] from amounts [groups, amounts, n] by the roofline, like `layer_times`."""
+        """Return seconds of forward, input and weight gradient, [groups, loads, 3], from amounts [groups, amounts, loads]."""
         device = self.cluster.device
         flops_per_s, bytes_per_s = device.flops_per_s(self.dtype), device.memory_bytes_per_s
         by_name = np.maximum(amounts, 0.0).transpose(1, 0, 2)
@@ -336,12 +337,12 @@ class Pricing:
 
 
 def _three(at: Load) -> tuple[Load, Load, Load]:
-    """Return three loads that determine an affine function: `at`, `at` with twice the tokens, `at` with twice the squares."""
+    """Return `at`, `at` with twice the tokens, and `at` with twice the squared lengths: they determine an affine function."""
     return at, replace(at, tokens=2 * at.tokens), replace(at, squares=2 * at.squares)
 
 
 def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
-    """Return coefficients (fixed, per token, per square), [..., 3], of values `points` [3, ...] at the loads of `_three(at)`."""
+    """Return coefficients (constant, per token, per squared length), [..., 3], from values `points` [3, ...] at `_three(at)`."""
     tokens, squares = points[1] - points[0], points[2] - points[0]
     return np.stack(
         [

@@ -117,7 +117,7 @@ class SampleSizes:
         )
 
     def _lengths(self, geometry: Geometry) -> Lengths:
-        """Return the lengths that count for a component, in units of its geometry: patches, frames, tokens or samples."""
+        """Return the lengths of samples' sequences or items in the units of a component: patches, frames, tokens or samples."""
         match geometry.modality:
             case "image" | "audio":
                 lengths = self.images if geometry.modality == "image" else self.audios
@@ -128,7 +128,6 @@ class SampleSizes:
                 return self._each(geometry)
 
     def _reads(self, geometry: Geometry) -> NDArray[np.bool_]:
-        """Return whether each sample has an input that a component reads, [samples]."""
         return np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
 
     def _sequences(self, geometry: Geometry) -> Lengths:
@@ -139,7 +138,6 @@ class SampleSizes:
         return Lengths(values=texts.values + taken, owner=texts.owner, num_samples=texts.num_samples)
 
     def _each(self, geometry: Geometry) -> Lengths:
-        """Return a length of 1 for every sample that has work for the component."""
         present = np.ones(self.texts.num_samples, dtype=np.bool_)
         media = [
             own
@@ -184,7 +182,6 @@ def text_lengths(sample: Mapping[str, object]) -> list[float]:
 
 
 def _marks(mask: Tensor) -> list[int]:
-    """Return the number of nonzero entries in each row of a mask."""
     # numpy counts so few numbers several times as fast as torch, and a whole array faster than its rows.
     marks = (mask if mask.is_cpu and mask.dtype in (torch.int64, torch.bool) else mask.bool().cpu()).numpy()
     return [int(np.count_nonzero(row)) for row in ((marks,) if len(marks) == 1 else marks)]
@@ -210,7 +207,7 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
 
 
 def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[float]:
-    """Return the patches of every image, or the frames of every audio clip, in one float input; `mask` is its mask, if any."""
+    """Return the patches of every image, or the frames of every audio clip, in a float input `value`, which `own` describes."""
     if own.mask and isinstance(mask, Tensor):
         return [own.length * (count / own.elements) for count in _marks(mask)]
     shape = tuple(value.shape)

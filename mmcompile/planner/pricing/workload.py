@@ -27,8 +27,8 @@ class WorstMicrobatch:
     """Component -> names of the samples in its heaviest microbatch, heaviest sample first; () without a dataset."""
 
 
+# (rows of samples in one component, names of these samples), heaviest first.
 _Ranking = tuple[SampleRows, tuple[str, ...]]
-"""(rows of samples in one component, names of these samples), heaviest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,10 @@ class Workload:
         return {name: _joined(geometry, sizes.rows(geometry)) for name, geometry in self.geometries.items()}
 
     def mean(self, samples_per_microbatch: float) -> dict[str, Load]:
-        """Return component -> expected load of a microbatch of random samples (padding included, exactly)."""
+        """Return component -> expected load of a microbatch of samples drawn at random, padding included.
+
+        It is computed by a formula, without random numbers.
+        """
         size = _checked(samples_per_microbatch)
         if self.stats is None:
             return self._like_captured(size)

@@ -124,10 +124,7 @@ def equal_stages(case: Case) -> Case:
 
 
 def _part(wanted: LayerTimes, own: LayerTimes, total: LayerTimes, count: int) -> LayerTimes:
-    """Return a stage's part of its rank's new seconds `wanted`, in proportion to its part `own` of the old seconds `total`.
-
-    Where the rank had no forwards, each of its `count` stages gets an equal part of the forward seconds.
-    """
+    # In proportion to the stage's part of the old seconds; without forwards, stages of the rank get equal parts.
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0
     return _scaled(wanted, forward, backward)
@@ -151,7 +148,7 @@ def _union(stages: Sequence[Placed], flows: Sequence[Flow]) -> Flow:
 
 
 def _mean(name: str, case: Case) -> LayerTimes:
-    """Return the mean duration of a stage over all microbatches; one that does not run in the stage counts as 0 s."""
+    """Return the mean seconds of a stage over all microbatches; one that does not run in the stage counts as 0 s."""
     given = case.durations[name]
     parts: list[LayerTimes] = []
     for microbatch, flow in enumerate(case.flows):

@@ -50,7 +50,6 @@ def measured_step(
 
 
 def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> LayerTimes:
-    """Return a stage's duration in the runtime: its layers' (`own`), the overhead of actions, and its rank's work on messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
     has_backward = own.backward_s > 0
@@ -66,7 +65,7 @@ def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
 
 
 def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
-    """Return (sender, receiver) -> seconds of a message beyond the work of both ranks, which their durations include."""
+    """Return (sender, receiver) -> seconds of a message, without its handling by both ranks, which their durations include."""
     sizes_of = {(link.source, link.target): link.sizes for link in crossing}
     sizes_of |= {(link.target, link.source): link.gradient_sizes for link in crossing}
     whole_s = {pair: runtime.link.latency_s + sum(sizes) / runtime.link.bytes_per_s for pair, sizes in sizes_of.items()}

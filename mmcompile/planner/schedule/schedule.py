@@ -293,14 +293,13 @@ def _ranks(stages: Sequence[Placed]) -> tuple[int, ...]:
     return tuple(stage.ranks[0] for stage in stages)
 
 
+# `CrossEdge` with stages as indices: (source, target, whether a gradient is sent back).
 _Crossing = tuple[Side, Side, bool]
-"""`CrossEdge` with stages as indices: (source, target, whether a gradient is sent back)."""
 
 
 def _crossing(
     edge: CrossEdge, units: Mapping[tuple[str, int], Unit], index: Mapping[str, int], depth: tuple[int, ...]
 ) -> _Crossing:
-    """Return an edge between two units with stage names replaced by indices; an invalid edge raises PlanError."""
     for name, number in (edge.source, edge.target):
         if name not in index:
             raise PlanError(f"an edge between microbatches names stage {name!r}; stages are {', '.join(index)}")
@@ -326,7 +325,6 @@ def _crossing(
 def _message_orders(
     edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]
 ) -> tuple[MessageOrder, MessageOrder]:
-    """Return the orders of forward messages and of gradient messages between units, for stages on different ranks."""
     crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
     values = ((source, target) for source, target, _ in crossing)
     gradients = ((target, source) for source, target, gradient in crossing if gradient)
@@ -338,7 +336,7 @@ def _message_orders(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Program:
-    """Stages of one flow as indices, and for each stage the peers on other ranks with which it exchanges messages, ascending."""
+    """Stages of one flow, as indices, and for each the stages on other ranks with which it exchanges messages, ascending."""
 
     stages: tuple[int, ...]
     backward: tuple[int, ...]
@@ -372,7 +370,6 @@ def _forward(stage: int, number: int, program: _Program, between: MessageOrder) 
 
 
 def _backward(stage: int, number: int, program: _Program, between: MessageOrder, *, split: bool) -> list[Action]:
-    """Return the actions of unit `number`'s backward in a stage, messages included; with `split` as I and W, else as B."""
     side = (stage, number)
     return [
         *_messages(ActionKind.RECV_B, side, program.gradients_from, between.receives.get(side, ())),
@@ -389,7 +386,6 @@ def _from(side: Side, messages: MessageOrder) -> list[tuple[Side, Side]]:
 def _messages(
     kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
 ) -> list[Action]:
-    """Return a stage's sends or receives for one unit: with peers `inside` the unit, then those with other units (`between`)."""
     stage, number = side
     return [
         *(Action(stage=stage, kind=kind, microbatch=number, peer=peer) for peer in inside.get(stage, ())),
@@ -401,7 +397,7 @@ def _messages(
 
 
 def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    """Check a flow: return its edges as (source stage index, target stage index); an invalid flow raises PlanError."""
+    """Return a flow's edges as (source stage index, target stage index); raise PlanError if the flow is invalid."""
     present = set(flow.stages)
     for name in (*flow.stages, *flow.backward):
         if name not in index:

@@ -100,7 +100,7 @@ def simulate(
 
 
 _Seconds = Sequence[Sequence[float] | Mapping[int, float]]
-"""Four entries, for F, B, I and W in a stage: microbatch number -> seconds."""
+"""Seconds of a stage's actions by microbatch number: four entries, for the action kinds F, B, I and W."""
 _parts = attrgetter("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
 
@@ -119,7 +119,7 @@ def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
 def _of_stage(
     name: str, given: LayerTimes | Sequence[LayerTimes] | Mapping[int, LayerTimes], numbers: Set[int]
 ) -> _Seconds:
-    """Return the seconds of a stage's F, B, I and W by microbatch number; `numbers` are those that the stage computes."""
+    """Return the seconds of a stage's actions; PlanError if they lack a microbatch of `numbers`, which the stage runs."""
     count = 1 + max(numbers, default=-1)
     if isinstance(given, LayerTimes):
         return [[seconds] * count for seconds in _parts(given)]
@@ -166,7 +166,7 @@ class _State:
     num_stages: int
     seconds: Sequence[_Seconds]
     link_s: Mapping[int, float]
-    """Channel -> seconds of a message; a channel is source * num_stages + target."""
+    """Channel (source * num_stages + target) -> seconds of a message from stage `source` to stage `target`."""
     clock: list[float]
     busy: list[float]
     events: list[_Record] | None
@@ -178,11 +178,8 @@ class _State:
     channel_free: dict[int, float] = field(default_factory=dict)
 
     def play(self, rank: int, actions: Sequence[Action], position: int) -> int:
-        """Run a rank's actions from a position until one must wait for a message; return the position where it stopped.
-
-        The sender of the message wakes the rank. It is one flat loop over locals, as the planner plays millions of actions, and
-        calls would cost more than the work.
-        """
+        """Simulate a rank's actions from a position until one must wait for a message; return the position where it stopped."""
+        # One flat loop over locals: the planner plays millions of actions, and calls would cost more than the work.
         num_stages, seconds, arrivals, waiting = self.num_stages, self.seconds, self.arrivals, self.waiting
         channel_free, link_s, events = self.channel_free, self.link_s, self.events
         forward, backward, input_grad = ActionKind.F, ActionKind.B, ActionKind.I

@@ -57,9 +57,10 @@ def lower_bound_s(candidate: Candidate) -> float:
 def _gap(
     schedule: ScheduleKind, round_s: float, depth: int, microbatches: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return the least seconds that a stage idles between its first forward and its last backward.
+    """Return the least seconds that a stage idles between its first forward and its last backward under a schedule.
 
     `round_s` is the seconds of a microbatch from the stage to the loss and back, `depth` the number of stages to the loss.
+    `forward_s` and `backward_s` are the stage's own seconds of a microbatch.
     """
     if schedule == "gpipe":
         return round_s
@@ -90,25 +91,25 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 class _Union:
     """Simulator of many candidates at once, with arrays over the stages of all candidates, numbered one after the other.
 
-    It advances in ticks, the sort keys of `mmcompile.planner.schedule.order`: in one tick a stage runs at most one forward or
-    backward, and actions of the same tick do not depend on each other.
+    It advances in ticks. In one tick a stage runs at most one forward or backward, and these do not depend on each other. The
+    number of a tick is a sort key of `mmcompile.planner.schedule.order`.
     """
 
     seconds: tuple[Array, Array, Array]
-    """Seconds of forward, of the backward's part that other stages await, of its rest: [draws, stages, microbatches] each."""
+    """Seconds of forward, of the backward's part that earlier stages await, of its rest: [draws, stages, microbatches] each."""
     count: Index
     """Number of microbatches of each stage, [stages]."""
     step: Index
-    """Ticks from one microbatch to the next of a stage, [stages]."""
+    """Number of ticks (steps of the simulation) from one microbatch to the next in each stage, [stages]."""
     start: Index
-    """Tick of the first forward of each stage, [stages]."""
+    """Number of the tick (step of the simulation) in which each stage runs its first forward, [stages]."""
     turn: Index
-    """Tick of the first backward of each stage, [stages]."""
+    """Number of the tick (step of the simulation) in which each stage runs its first backward, [stages]."""
     backward: NDArray[np.bool_]
     into: Index
-    """Entry [s, :]: indices of the edges into stage s, padded with the number of edges, [stages, largest in-degree]."""
+    """Row s: indices of edges over which stage s receives forward tensors, padded with the number of edges, [stages, most]."""
     out: Index
-    """Entry [s, :]: indices of edges out of stage s that return gradients, padded with the number of edges, [stages, most]."""
+    """Row s: indices of edges over which stage s receives gradients, padded with the number of edges, [stages, most]."""
     source: Index
     """Index of the stage that sends forward over each edge, [edges]."""
     target: Index
@@ -152,7 +153,7 @@ class _Union:
         )
 
     def play(self) -> Array:
-        """Return the seconds at which each stage is done, [draws, stages]."""
+        """Simulate all candidates, and return the seconds at which each stage has finished, [draws, stages]."""
         draws, num_stages = self.seconds[0].shape[:2]
         most, edges = int(self.count.max()), len(self.source)
         clock = np.zeros((draws, num_stages))
@@ -170,7 +171,7 @@ class _Union:
     def _advance(
         self, clock: Array, since: Index, seconds: Array, arrived: Array, awaited: Index, ends: Index
     ) -> tuple[Index, Index]:
-        """Run all forwards, or all backwards, of one tick: move `clock` on, and set when their messages have arrived.
+        """Run all forwards, or all backwards, of one tick; update `clock` and `arrived` in place.
 
         Args:
             clock: seconds at which each stage is done so far, [draws, stages].
@@ -181,7 +182,7 @@ class _Union:
             ends: index of the stage that sends over each edge, [edges]; the number of stages for none.
 
         Returns:
-            Stages that run, and the microbatch of each.
+            Indices of the stages that run in this tick, and the microbatch that each of them runs.
         """
         runs = np.flatnonzero((since >= 0) & (since % self.step == 0) & (since < self.step * self.count))
         microbatch = since[runs] // self.step[runs]
@@ -198,14 +199,17 @@ class _Union:
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
-    """Return seconds padded to [draws, stages, most, 3]: added microbatches take 0 s, and a single draw is repeated."""
+    """Return durations padded to [draws, stages, most, 3]: added microbatches take 0 s, and a single draw is repeated."""
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
-    """Return indices of each stage's `kept` edges, [stages, most], padded with the number of edges; `ends`: each edge's stage."""
+    """Return the indices of the `kept` edges of each stage, [stages, most], padded with the number of edges.
+
+    `ends` has the stage of each edge.
+    """
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for edge, end in enumerate(ends.tolist()):
         if kept[edge]:

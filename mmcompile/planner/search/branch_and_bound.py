@@ -27,24 +27,24 @@ from mmcompile.planner.search.splitter import Splitter
 
 TOLERANCE = 0.005
 """Relative difference below which times are equal, as costs are no more exact: the simpler plan wins."""
+# Number of combinations whose chains are split before their candidates are simulated together.
 _BATCH = 24
-"""Number of combinations whose chains are split before their candidates are simulated together."""
+# Number of combinations split in a row without a faster candidate, after which the search ends if not all are listed.
 _PATIENCE = 48
-"""Number of combinations split in a row without a faster candidate, after which the search ends if not all are listed."""
+# Number of combinations split in a row of which none fits, after which the search ends if not all are listed.
 _MAX_VAIN = 400
-"""Number of combinations split in a row of which none fits, after which the search ends if not all are listed."""
+# Most rounds in which the fastest candidate's stage counts are varied by one.
 _MAX_ROUNDS = 6
-"""Most rounds in which the fastest candidate's stage counts are varied by one."""
 FINALISTS = 12
 """Number of fastest candidates that are tried with every schedule, and whose cuts are moved."""
+# Number of finalists whose cuts are moved by a layer where not all combinations are listed.
 _POLISHED = 3
-"""Number of finalists whose cuts are moved by a layer where not all combinations are listed."""
+# Largest total of durations (draws x stages x microbatches x 3) that are simulated to move cuts.
 _POLISH_SIZE = 200_000
-"""Largest total of durations (draws x stages x microbatches x 3) that are simulated to move cuts."""
+# Largest stage, in layers, in which every additional cut is tried; in a larger one, only the middle.
 _MAX_INSERTED = 6
-"""Largest stage, in layers, in which every additional cut is tried; in a larger one, only the middle."""
+# Relative excess of a moved candidate's lower bound over the fastest step, above which it is not simulated.
 _POLISH_SLACK = 0.05
-"""Relative excess of a moved candidate's lower bound over the fastest step, above which it is not simulated."""
 
 
 @dataclass(kw_only=True)
@@ -158,7 +158,10 @@ class BranchAndBound:
         return None
 
     def _refine(self) -> None:
-        """Split combinations and simulate their candidates until none can be faster, or many in a row brought no improvement."""
+        """Split the chains of combinations into stages and simulate the resulting candidates, by ascending guess of a step.
+
+        It stops when no other combination can be faster, or when many in a row brought no improvement.
+        """
         order = self._order()
         seen = splits = improved_at = 0
         while True:
@@ -189,7 +192,6 @@ class BranchAndBound:
                 return
 
     def _order(self) -> Iterator[tuple[CombinationGroup, int]]:
-        """Yield combinations as (group, index in the group), in ascending order of their guessed step time."""
         if not self.groups:
             return
         guess_s = np.concatenate([group.guess_s for group in self.groups])
@@ -200,7 +202,7 @@ class BranchAndBound:
             yield self.groups[owner[position]], int(number[position])
 
     def _neighbours(self) -> None:
-        """Judge variants of the fastest candidate, with a stage more, less or moved between two chains, until none is faster."""
+        """Simulate the fastest candidate with one stage more, less or moved to another chain; repeat while that is faster."""
         tried: set[Combination] = set()
         for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s
@@ -225,7 +227,6 @@ class BranchAndBound:
         )
 
     def _schedules(self) -> None:
-        """Judge the fastest candidates under every other allowed schedule."""
         batch = [
             self.draft(replace(best.combination, setting=replace(best.setting, schedule=schedule)))
             for best in filter(self._own, self.fastest(FINALISTS))
@@ -235,7 +236,7 @@ class BranchAndBound:
         self.judge([candidate for candidate in batch if candidate is not None])
 
     def _polish(self) -> None:
-        """Change single cuts of the fastest candidates while steps get shorter: stages of equal time are not always the best."""
+        """Move, add or remove single cuts of the fastest candidates while steps get shorter: equal stages are not always best."""
         moving = list(filter(self._own, self.fastest(FINALISTS if self.everything else _POLISHED)))
         spent = 0
         while moving:
@@ -253,7 +254,6 @@ class BranchAndBound:
             moving = list(better.values())
 
     def _moves(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield variants of a candidate that fit the memory, with a cut of one chain moved by a layer, added or removed."""
         parts = [
             [(stage.first, stage.last) for stage in candidate.stages if stage.chain == chain]
             for chain in range(len(candidate.degrees))
@@ -269,7 +269,6 @@ class BranchAndBound:
                         yield found
 
     def _own(self, candidate: Candidate) -> bool:
-        """Return whether a candidate uses one of the problem's chain sets and no two of its stages share ranks."""
         return not candidate.shares_ranks and any(candidate.chains is chains for chains in self.problem.sets)
 
 
@@ -295,7 +294,6 @@ def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int
 
 
 def _simplest(candidate: Candidate) -> tuple[int, int, int, int, float]:
-    """Return the sort key of equally fast plans: fewer devices, fewer stages, the simpler schedule, less recomputation."""
     return (
         candidate.num_ranks,
         len(candidate.stages),

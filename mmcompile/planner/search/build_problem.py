@@ -54,7 +54,7 @@ def needs_sharing(problem: Problem, chains: ChainSet) -> bool:
 def _replicated(
     space: SearchSpace, sets: Sequence[ChainSet], replicas: Mapping[str, int], global_batch: int | None
 ) -> SearchSpace:
-    """Return the space with only the numbers of replicas of the last chain that the request fixes, if it fixes any."""
+    """Return a search space with only those numbers of replicas of the last chain that a request fixes; unchanged if none."""
     wanted = [decided_replicas(chains, replicas, follow=global_batch is None) for chains in sets]
     numbers = {each[-1] for each in wanted if each is not None}
     decided = tuple(sorted(number for number in numbers if number is not None))
@@ -66,7 +66,6 @@ def _replicated(
 
 
 def _check_devices(problem: Problem) -> None:
-    """Raise a PlanError if the demanded stages need more devices than the cluster has."""
     shards, stages = min(problem.space.cp), problem.stages
     needs = [problem.least_ranks(chains, shards) for chains in problem.sets]
     possible = problem.cluster.is_local or any(needs_sharing(problem, chains) for chains in problem.sets)
@@ -88,7 +87,7 @@ def named_counts(counts: Mapping[str, int]) -> str:
 
 
 def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet]:
-    """Return the chain sets that have every chain named in `stages`, with at least as many layers as stages."""
+    """Return the chain sets that can have the requested numbers of stages: each named chain exists and has enough layers."""
     sizes = [{chain.name: len(chain.layers) for chain in chains.chains} for chains in sets]
     longest: dict[str, int] = {}
     for own in sizes:
@@ -110,11 +109,6 @@ def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet
 
 
 def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow: bool) -> list[ChainSet]:
-    """Return the chain sets that can have the requested numbers of replicas; `wanted` and `follow` as for `decided_replicas`.
-
-    Raises:
-        PlanError: a name that is neither of a chain nor of a component, a number below 1, or replicas that no chain set can have.
-    """
     _check_names(sets, wanted, "{} replicas")
     fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
     if not fitting:
@@ -140,7 +134,6 @@ def _check_names(sets: Sequence[ChainSet], wanted: Mapping[str, int], words: str
 
 
 def _with_shared_tensors(sets: Sequence[ChainSet], wanted: Mapping[str, int]) -> list[ChainSet]:
-    """Return the chain sets whose chains can have the given tensor-parallel degrees; raises as `_with_replicas`."""
     _check_names(sets, wanted, "tensor parallel degree {}")
     fitting = [
         each

@@ -212,7 +212,10 @@ class Candidate:
         return np.concatenate([self._chain_durations(chain) for chain in range(len(self.degrees))], axis=1)
 
     def _chain_durations(self, chain: int) -> NDArray[np.float64]:
-        """Return the seconds of one chain's stages for random samples, [draws, stages of the chain, microbatches, 3]."""
+        """Return the seconds (forward, input and weight gradient) of a chain's stages for random samples.
+
+        The shape is [draws of samples, stages of the chain, microbatches, 3].
+        """
         degrees, layers = self.degrees[chain], self.chains.chains[chain].layers
         loads = self.problem.prices.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
         modes = self.modes_of(chain)
@@ -380,7 +383,7 @@ def _depths(num_stages: int, edges: _Edges) -> tuple[int, ...]:
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
-    """Return whether each stage runs a backward: a layer of it does (`own`), or gradient passes through to an earlier stage."""
+    """Return for each stage whether it runs a backward: its layers have one (`own`), or gradient passes to an earlier stage."""
     backward = list(own)
     for source, target in sorted(edges):
         backward[target] = backward[target] or backward[source]

@@ -36,16 +36,16 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 MAX_LISTED = 4000
 """Number of combinations up to which every one is listed."""
+# Share of the largest microbatch's excess seconds over the mean one that a guess counts as waiting of stages. [Empirical]
 _SPREAD_COST = 0.4
-"""Share of the largest microbatch's excess seconds over the mean one that a guess counts as waiting of stages. [Empirical]"""
+# Number of pairs (chain set, setting) up to which every pair is listed.
 _MAX_PAIRS = 64
-"""Number of pairs (chain set, setting) up to which every pair is listed."""
+# Largest ratio to the least guess of a step at which a pair (chain set, setting) is kept, if there are too many pairs.
 _NEAR = 1.3
-"""Largest ratio to the least guess of a step at which a pair (chain set, setting) is kept, if there are too many pairs."""
+# Number of encoder options (degrees and stage count) combined with each option of the last chain when not all are listed.
 _KEPT = 2
-"""Number of encoder options (degrees and stage count) combined with each option of the last chain when not all are listed."""
+# Number of combinations, best guess first, kept of each pair (chain set, setting) when not all are listed.
 _KEPT_EACH = 48
-"""Number of combinations, best guess first, kept of each pair (chain set, setting) when not all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,6 @@ class Combinations:
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
     def _promising(self) -> list[tuple[ChainSet, Setting]]:
-        """Return the pairs (chain set, setting) to list: all, or those with a low guess if there are over `_MAX_PAIRS`."""
         pairs = [
             (chains, setting)
             for chains in self.problem.sets
@@ -133,7 +132,10 @@ class Combinations:
         return [pair for pair, (guess_s, _) in zip(pairs, looks, strict=True) if guess_s <= limit_s]
 
     def _look(self, chains: ChainSet, setting: Setting) -> tuple[float, float]:
-        """Return (least guess, lower bound) in s of a step, as if the last chain had all devices in stages of equal time."""
+        """Return the least guess and a lower bound of a training step's seconds, from the last chain alone.
+
+        The guess assumes that the chain has all devices and that its stages take equal time.
+        """
         last, count = chains.chains[-1], setting.num_microbatches
         found: list[tuple[float, float]] = [(inf, inf)]
         for degrees in self.degrees(last, setting, last=True):
@@ -150,7 +152,6 @@ class Combinations:
         return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
 
     def _price(self) -> None:
-        """Price every chain for all its degrees and all settings, many at a time, and keep the prices in the problem."""
         chains = {
             (chain, decided): chain is each.chains[-1]
             for each in self.problem.sets
@@ -197,9 +198,9 @@ class Combinations:
             yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
-        """Return the numbers of replicas that an encoder may have.
+        """Return the numbers of replicas that an encoder may have: divisors of the samples of a microbatch over all replicas.
 
-        Each divides the samples of a microbatch summed over replicas, and is a divisor or multiple of the last chain's replicas.
+        Each is also a divisor or a multiple of the last chain's number of replicas.
         """
         if self.problem.space.dp == (1,):
             return [1]
@@ -258,7 +259,7 @@ def even_guess_s(problem: Problem, priced: Sequence[PricedChain], setting: Setti
 def _in_turn(
     setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
 ) -> NDArray[np.float64]:
-    """Return a lower bound of a step in s from the last chain alone, however it is split into `stages` stages.
+    """Return a lower bound in s of a training step, however the last chain is split into `stages` stages.
 
     A stage ends no sooner than one microbatch has passed all stages before it and the stage has run all microbatches. `total_s`
     is the seconds of one microbatch in all stages. `waited` is the least share, 0..1, of a layer's time that is not weight
@@ -270,10 +271,6 @@ def _in_turn(
 
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
-    """Return row and column of the least guesses; rows are options of the last chain, columns joint options of the encoders.
-
-    All are finite, at most `_KEPT` in each row and `_KEPT_EACH` in all.
-    """
     count = min(_KEPT, guess_s.shape[1])
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -287,7 +284,7 @@ def _best(guess_s: Array) -> tuple[Index, Index]:
 
 
 def _primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
-    """Return the schedule to try first: ZB-H1 if allowed, as it is never slower than 1F1B and holds no more; else 1F1B."""
+    # ZB-H1 is never slower than 1F1B and holds no more activations.
     order: Mapping[ScheduleKind, int] = {"zb-h1": 0, "1f1b": 1, "eager-1f1b": 2, "gpipe": 3}
     return min(schedules, key=order.__getitem__)
 

@@ -23,10 +23,10 @@ from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.units import format_bytes
 
 _BUDGET_S = 20.0
+# Number of feasible relaxations after which `nearest` tries no more.
 _WANTED = 3
-"""Number of feasible relaxations after which `nearest` tries no more."""
+# Largest factor on the requested number of nodes that is tried.
 _MAX_NODES = 64
-"""Largest factor on the requested number of nodes that is tried."""
 
 Way = tuple[str, Callable[[], Problem]]
 """(a changed request in words for the user, function that makes its planning problem)."""
@@ -111,14 +111,12 @@ def nearest(
 
 
 def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) -> int | None:
-    """Return the index of the first feasible request in `ways`, by binary search if `rising`; None if none is."""
-
     def does(number: int) -> bool:
         return works(ways[number][1]())
 
     if not rising or not ways:
         return next((number for number in range(len(ways)) if does(number)), None)
-    # Steps double until one works; the first that does is between it and the one before.
+    # A request after one that works does too. Steps double until one works; the first that does is between it and the one before.
     low, high = -1, 0
     while not does(high):
         if high == len(ways) - 1:
@@ -179,7 +177,7 @@ def _tensors(problem: Problem) -> Iterator[Way]:
 
 
 def _microbatches(problem: Problem) -> Iterator[Way]:
-    """Yield requests with more and smaller microbatches for the same samples, if the request fixes the number of microbatches."""
+    """Yield requests with more and smaller microbatches for the same samples; none if the number of microbatches is free."""
     asked = problem.space.microbatches
     if asked is None:
         return
@@ -193,18 +191,15 @@ def _microbatches(problem: Problem) -> Iterator[Way]:
 
 
 def _batch(problem: Problem) -> int:
-    """Return the number of samples in a step."""
     asked, replicas = problem.space.microbatches, min(problem.space.dp or (1,))
     return problem.global_batch or problem.graph.num_samples * max(asked or (1,)) * replicas
 
 
 def _share(problem: Problem) -> int:
-    """Return the number of samples of one replica in a step, with the fewest replicas that the search space allows."""
     return _batch(problem) // min(problem.space.dp or (1,))
 
 
 def _everything(problem: Problem) -> Problem:
-    """Return the problem with full recomputation, every tensor-parallel degree and, if possible, one-sample microbatches."""
     smaller = any(True for _ in _microbatches(problem))
     space = replace(
         problem.space,
@@ -223,14 +218,13 @@ def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterato
 
 
 def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
-    """Return the problem that `make` builds, moved to another cluster."""
     problem = make()
     prices = replace(problem.prices, pricing=replace(problem.pricing, cluster=cluster))
     return replace(problem, prices=prices)
 
 
 def _needs(problem: Problem) -> Iterator[str]:
-    """Yield lines of text that compare the memory that the model needs in all with that of the devices."""
+    """Yield the lines of an error message that compare the memory that the model needs with the memory of all devices."""
     each = problem.memory_bytes(1)
     together = each * problem.num_devices
     setting = replace(BranchAndBound(problem=problem).combos.settings[-1], dp=1)
@@ -278,7 +272,6 @@ def projector_only(problem: Problem) -> Problem:
 
 
 def _projectors(problem: Problem) -> set[str]:
-    """Return the names of the parameters of projectors."""
     named = {
         name
         for component in problem.graph.components

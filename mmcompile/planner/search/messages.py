@@ -72,10 +72,7 @@ class StageMessages:
         return sent_s + gathered_s
 
     def _link(self, source: Sequence[int], target: Sequence[int]) -> Interconnect:
-        """Return the link that two stages communicate over: the one within a node if all peers are on the same node.
-
-        Only the ranks of the first replicas are tested; the other replicas are placed in the same way.
-        """
+        # The other replicas are placed in the same way, so the ranks of the first replicas suffice.
         node = self.cluster.devices_per_node
         if len(source) == len(target):
             pairs = zip(source[: node * node], target[: node * node], strict=True)

@@ -154,7 +154,7 @@ class OptionTables:
         return self._slowest[key]
 
     def _tail(self, priced: PricedChain, degrees: Degrees) -> float:
-        """Return the rough seconds of gradient reduction and optimizer step if one stage held all layers of a chain."""
+        """Return rough seconds of gradient reduction and optimizer step, as if one stage held all layers of a chain."""
         cluster = self.problem.cluster
         num_bytes = float(priced.trainable_bytes[-1])
         peers = degrees.cp * degrees.dp
@@ -167,15 +167,18 @@ class OptionTables:
 
 @cache
 def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: bool) -> Index:
-    """Return the least microbatches in flight of the 1st, 2nd, ... stage from the end, [most]; `last`: the end is the loss."""
+    """Return the least microbatches in flight of a chain's `most` last stages, [most], beginning at its end.
+
+    With `last`, the chain ends with the loss.
+    """
     depths = range(0 if last else 1, most + (0 if last else 1))
     return np.array([in_flight(schedule, depth, num_microbatches) for depth in depths])
 
 
 def _undominated(ranks: Index, first: Array, second: Array) -> Index:
-    """Return the indices of the options worth keeping, by rising ranks; each option has two costs, `first` and `second`.
+    """Return the indices of the options that no other beats, by rising ranks; `first` and `second` are two costs of each option.
 
-    An option is dropped if another with no more ranks has neither cost higher; of equal ones the first is kept.
+    An option is beaten by one with no more ranks and neither cost higher; of equal ones the first is kept.
     """
     order = np.lexsort((second, first, ranks))
     kept: list[int] = []
@@ -253,12 +256,12 @@ class JoinedEncoders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bound:
-    """Constraint that encoders of one balance group have the same number of replicas."""
+    """Constraint that the encoders of each of some groups have equal numbers of replicas."""
 
     replicas: tuple[Index, ...]
-    """Number of replicas of each encoder, one array [options] each; 0 for an encoder that is a balance group by itself."""
+    """Number of replicas in each option of each encoder, one array [options] each; 0 where it need not match other encoders."""
     groups: tuple[tuple[int, ...], ...]
-    """Encoder indices of each balance group that has several chains."""
+    """Indices of the encoders in each group that must have equal numbers of replicas; groups of one are left out."""
 
     @classmethod
     def of(cls, chains: ChainSet, options: Sequence[Options]) -> _Bound:
@@ -273,19 +276,22 @@ class _Bound:
         )
 
     def chosen(self, joined: Index) -> Index:
-        """Return the numbers of replicas of the encoders joined so far, [combinations, encoders], from their option indices."""
+        """Return the number of replicas of each encoder in each combination, [combinations, encoders].
+
+        `joined` has the same shape and the index of each encoder's option.
+        """
         columns = [self.replicas[chain][joined[:, chain]] for chain in range(joined.shape[1])]
         return np.stack(columns, axis=1)
 
     def allowed(self, joined: Index) -> NDArray[np.bool_]:
-        """Return whether the encoder joined last has as many replicas as its balance group's earlier encoders, [combinations]."""
+        """Return for each combination whether its last encoder has as many replicas as the encoders that it must match."""
         newest, found = joined.shape[1] - 1, self.chosen(joined)
         before = [chain for group in self.groups if newest in group for chain in group if chain < newest]
         return (found[:, before] == found[:, newest : newest + 1]).all(axis=1)
 
 
 def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -> Index:
-    """Apply `_undominated` to each kind of option separately and return all indices that it keeps, in order of kinds.
+    """Apply `_undominated` to each kind of option separately, and return the indices of all kept options, kind by kind.
 
     Options are of one kind if their rows of `kinds` [options, columns] are equal.
     """
@@ -297,13 +303,7 @@ def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -
 
 
 def _path(chains: ChainSet, times: Sequence[Array], chosen: NDArray[np.int64], *, first: bool) -> Array:
-    """Return the longest path in s through the encoders joined so far, [combinations]. Chains are in topological order.
-
-    Args:
-        times: seconds of each encoder, one array [options] each.
-        chosen: option index of each encoder, [combinations, encoders].
-        first: count only edges that enter a chain at its first layer.
-    """
+    # Chains are in topological order. With `first`, only edges into a chain's first layer count.
     longest: list[Array] = [np.zeros(len(chosen))]
     last = len(chains.chains) - 1
     edges = [edge for edge in chains.edges if edge.source != edge.target and not (first and edge.target_layer)]

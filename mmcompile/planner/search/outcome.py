@@ -49,7 +49,6 @@ def plan_of(engine: BranchAndBound, best: Candidate, *, strategy: str = "auto") 
 
 
 def _predicted(best: Candidate, lower_bound_s: float) -> Prediction:
-    """Return the simulator's prediction for a candidate that was judged, given a lower bound in s of every alternative's step."""
     devices = min(best.num_ranks, best.problem.num_devices)
     work_s = best.step_work_s
     if lower_bound_s == float("inf"):
@@ -67,7 +66,7 @@ def _predicted(best: Candidate, lower_bound_s: float) -> Prediction:
 
 
 def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
-    """Return the idle shares of a candidate's chains by cause: means over its draws of samples, weighted by their makespans."""
+    """Return each chain's idle share of a step, by cause: means over simulated random steps, weighted by their seconds."""
     names = candidate.names
     flow = candidate.flow()
     chains = {
@@ -187,7 +186,7 @@ def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
 
 
 def _closest(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
-    """Yield the fastest combinations besides `best`: first the fastest of every other projector placement."""
+    """Yield the fastest alternatives to `best` as rejected plans: first the fastest of every other projector placement."""
     many = engine.problem.global_batch is not None
     # (seconds, combination, whether it was simulated)
     losers = [(own.iteration_s, own.combination, True) for own in engine.judged if own is not best]
@@ -267,7 +266,10 @@ def sample_rates(
 def _values(
     pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return a component's seconds [3] and activation bytes [3]: at load `at`, with twice its tokens, with twice its squares."""
+    """Return seconds and activation bytes, [3] each, of a component's layers in a chain at three loads.
+
+    These are `at`, `at` with twice the tokens, and `at` with twice the squared lengths. `shardings` has one entry a layer.
+    """
     tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
     seconds, saved = np.zeros(3), np.zeros(3)
     layers = zip(chain.layers, shardings, strict=True)
@@ -281,7 +283,6 @@ def _values(
 
 
 def _polynomial(values: NDArray[np.float64], at: Load) -> Polynomial:
-    """Return the polynomial in a load's tokens and squares through three values, as from `_values`; it never falls in either."""
     by_tokens, by_squares = (max(float(value - values[0]), 0.0) for value in values[1:])
     return Polynomial(
         fixed=float(values[0]) - by_tokens - by_squares,

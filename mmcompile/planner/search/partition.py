@@ -48,7 +48,10 @@ class PartitionLayer:
     begin_fixed_bytes: int = 0
     """Bytes that a stage which begins with this layer adds once, not for each microbatch in flight."""
     begin_saved_bytes: int = 0
-    """Bytes for each microbatch in flight that a stage which begins with this layer adds: values of earlier layers, as masks."""
+    """Additional bytes for each microbatch in flight in a stage that begins with this layer.
+
+    They hold results of earlier layers that layers of the stage read too, such as masks.
+    """
     working_bytes: int = 0
     """Bytes held only while this layer runs; a stage needs the largest value of its layers."""
     send_s: float = 0.0
@@ -160,7 +163,7 @@ class StageTables:
 
     @cached_property
     def _most_working(self) -> Table:
-        """Entry [i, j]: largest working bytes among layers i..j-1, [N+1, N+1]; 0 unless i < j."""
+        """Entry [i, j]: most bytes that one of the layers i..j-1 needs only while it runs, [N+1, N+1]; 0 unless i < j."""
         size = len(self.layers) + 1
         table = np.zeros((size, size), dtype=np.int64)
         table[:, 1:] = self.working_bytes

@@ -60,8 +60,9 @@ NUM_DRAWS = 4
 """Number of simulated steps of random samples; an expected makespan is their mean."""
 _SEED = 0
 
+# Key of cached prices: (chain, sharding of its layers, samples of a microbatch, drawn). `drawn` is (microbatches, replicas), or
+# () if loads do not depend on them.
 _PriceKey = tuple[ChainSpec, LayerSharding, float, tuple[int, ...]]
-"""(chain, sharding of its layers, samples of a microbatch, (microbatches, replicas) or () if loads do not depend on them)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +163,10 @@ class ChainPrices:
         return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
-        """Return component -> [microbatches, replicas of the last chain, 2]: tokens, sums of squared lengths in step `draw`."""
+        """Return component -> loads of one randomly drawn training step, [microbatches, replicas of the last chain, 2].
+
+        The last axis has tokens and the sum of squared sequence lengths. `draw` is the number of the random step.
+        """
         key = (setting.num_microbatches, setting.samples, setting.dp, -1.0 - draw)
         if key not in self._drawn:
             assert self.workload is not None

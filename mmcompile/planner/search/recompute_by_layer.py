@@ -81,7 +81,7 @@ def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Can
 
 
 def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint], limit_bytes: int) -> int:
-    """Return the smallest memory cap, in bytes, that constraints set for a stage or its ranks, at most `limit_bytes`."""
+    """Return the most bytes that the stage with the given index may hold under all memory constraints, at most `limit_bytes`."""
     stage = candidate.stages[index]
     places = {"", candidate.chains.chains[stage.chain].name, candidate.names[index], *(f"rank{r}" for r in stage.ranks)}
     caps = [each.num_bytes for each in constraints if isinstance(each, MemoryCap) and each.where in places]
@@ -97,7 +97,7 @@ class _PricedModes:
     kept: PricedChain
     """Prices of the chain if no layer of a stage recomputes. Its `shared_bytes` hold for every mode."""
     mixed: dict[Recompute, PricedChain]
-    """Recomputation mode -> prices of the chain's layers in that mode, each in a stage of which some layer recomputes."""
+    """Recomputation mode -> prices of the chain's layers in that mode, valid in stages where at least one layer recomputes."""
 
     @classmethod
     def of(cls, candidate: Candidate, chain: int) -> _PricedModes:
@@ -137,7 +137,6 @@ class _PricedModes:
         return tuple(self._way(self.mixed[mode], layer, mode, in_flight) for mode in modes)
 
     def _way(self, priced: PricedChain, layer: int, mode: Recompute, in_flight: int) -> LayerVariant:
-        """Return seconds and bytes of a layer in a mode, from `priced` in that mode, with `in_flight` microbatches in flight."""
         held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
         return LayerVariant(
             mode=mode if self.backward[layer] else None,
@@ -170,5 +169,5 @@ class _PricedModes:
 
 
 def _one(running: NDArray[Any], layer: int) -> Any:
-    """Return one layer's value, given running sums over layers [layers + 1]: entry i is the sum over the first i layers."""
+    """Return the value of one layer from running sums over layers; `running[i]` is the sum over the first i layers."""
     return running[layer + 1] - running[layer]

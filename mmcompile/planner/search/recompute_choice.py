@@ -78,15 +78,18 @@ def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Front:
-    """Pareto front of the choices of modes for some layers of a rank: arrays [points], bytes rising and seconds falling.
+    """Choices of recomputation modes for some layers of a rank, none with both fewer bytes and less time than another.
 
-    Each point is one choice; no other choice takes both fewer bytes and less time.
+    Each array has one entry a choice, [points]; bytes rise and seconds fall.
     """
 
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """[points, columns]. Columns of a stage: 1 if no layer recomputes, else 0; then the count of layers by kind and variant."""
+    """Modes of each choice as counts, [points, columns].
+
+    A stage has one column that is 1 if none of its layers recomputes, else 0. The next ones count its layers by kind and variant.
+    """
 
     @classmethod
     def of(
@@ -137,7 +140,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Yield one front: choices in which no layer has over `working` working bytes; none if impossible. `kinds` is by `_kinds`."""
+    """Yield the Pareto front of choices in which no layer needs over `working` bytes while it runs; nothing if there are none."""
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -158,7 +161,7 @@ def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -
 
 
 def _counts(number: int, possible: Sequence[bool]) -> NDArray[np.int32]:
-    """Return all ways to distribute `number` equal layers over those variants that are `possible`, as counts [ways, variants]."""
+    """Return all ways to distribute `number` equal layers over the variants that are `possible`, as counts [ways, variants]."""
     rows = [[]] if any(possible) else []
     last = max((index for index, may in enumerate(possible) if may), default=0)
     for index, may in enumerate(possible):
@@ -176,7 +179,6 @@ def _held(ways: StageWays) -> int:
 
 
 def _kinds(layers: StageWays) -> dict[LayerWays, list[int]]:
-    """Return variants -> indices of the layers that have exactly these variants."""
     found: dict[LayerWays, list[int]] = {}
     for index, ways in enumerate(layers):
         found.setdefault(ways, []).append(index)
@@ -187,7 +189,7 @@ _ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
 
 
 def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
-    """Return the mode of each layer of a stage; `picks`, a row of `_Front.picks`, counts the layers in each variant."""
+    """Return the recomputation mode of each layer of a stage, from `picks`, the stage's columns in a row of `_Front.picks`."""
     if picks[0]:
         return tuple(ways[0].mode for ways in stage.kept)
     modes: list[Recompute | None] = [None] * len(stage.mixed)

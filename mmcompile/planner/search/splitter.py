@@ -97,10 +97,11 @@ class Splitter:
 def _scheduled(
     layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
-    """Return (layers, memory limit, microbatches) for `partition`, changed so that its rule for 1F1B gives the setting's bytes.
+    """Return layers, memory limit and number of microbatches for `partition`, which only computes memory under 1F1B.
 
-    `flights` is the most microbatches in flight under 1F1B. The least working bytes of any layer, which every stage needs, are
-    subtracted from each layer's and from the limit.
+    The layers' bytes are changed so that its result is the memory under the setting's schedule. `flights` is the most
+    microbatches in flight under 1F1B. Every stage needs the least working bytes of any layer; they are subtracted from each layer
+    and from the limit.
     """
     if memory_bytes is None:
         return layers, None, flights
@@ -121,9 +122,9 @@ def _scheduled(
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:
-    """Return (a, b, n): under the setting's schedule, a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight.
+    """Return (a, b, n) such that a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight under a setting.
 
-    `depth` is the number of stages after the stage, up to the loss; `flights` is n under 1F1B.
+    `depth` is the number of stages from the stage to the loss. `flights` is the n of the 1F1B schedule.
     """
     count = setting.num_microbatches
     match setting.schedule:

@@ -36,12 +36,12 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.units import format_bytes
 
+# Number of frames (setting, tp, stages) with a candidate that fits the memory, after which a baseline tries no more.
 _MAX_FITTING = 8
-"""Number of frames (setting, tp, stages) with a candidate that fits the memory, after which a baseline tries no more."""
+# Number of frames (setting, tp, stages) whose layers a baseline distributes, after which it tries no more.
 _MAX_FRAMES = 24
-"""Number of frames (setting, tp, stages) whose layers a baseline distributes, after which it tries no more."""
+# Number of candidates simulated together.
 _AT_ONCE = 32
-"""Number of candidates simulated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _propose(name: str, problem: Problem) -> Sequence[Candidate]:
 
 @dataclass(kw_only=True, slots=True)
 class _Race:
-    """Search through the frames of a baseline for its fastest candidate by the simulator; bounds spare most simulations."""
+    """Search for the fastest candidate of a baseline by simulation, in which lower bounds spare most simulations."""
 
     structure: Structure
     best: Candidate | None = None
@@ -211,10 +211,11 @@ def _frames(problem: Problem) -> Iterator[Frame]:
 
 
 def _replicas(problem: Problem) -> Iterator[Frame]:
-    """Yield the frames (setting, tp, number of stages) that the baseline `fsdp` tries.
+    """Yield the frames (setting, tensor-parallel degree, number of stages) that the baseline `fsdp` tries.
 
-    For each tp there are as many replicas as can share the batch, even beyond the search space. Numbers of microbatches are those
-    of the search space if one of them divides a replica's share of the batch, else all divisors.
+    Each degree is tried with the most replicas that can share the batch equally, even beyond the search space. The number of
+    microbatches is one that the search space allows. If none of these divides a replica's share of the batch, all divisors are
+    tried.
     """
     batch = problem.global_batch
     if batch is None:

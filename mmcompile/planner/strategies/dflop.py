@@ -30,8 +30,8 @@ from mmcompile.planner.search.partition import equal_ranges
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
+# Number of configurations, best by DFLOP's estimate, that are checked by our memory model.
 _MAX_TRIED = 64
-"""Number of configurations, best by DFLOP's estimate, that are checked by our memory model."""
 
 
 def dflop(problem: Problem) -> Sequence[Candidate]:
@@ -87,10 +87,10 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]
 
 
 def _table(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> Array:
-    """Return the possible degrees and stage counts of one module (all encoders, or the language model), [6, configurations].
+    """Return the possible degrees and stage counts of a module, one pair in each column, [6, pairs].
 
-    Rows: index into `choices`, pp, ranks, then of one of the equal stages: seconds, bytes of parameters, gradients and optimizer
-    state, and bytes of the mean microbatch's activations.
+    A module is all encoders, or the language model. Rows: index into `choices`, stages, ranks, then of one of the equal stages:
+    seconds, bytes of parameters, gradients and optimizer state, and bytes of the mean microbatch's activations.
     """
     fixed = problem.stages.get(chain.name)
     columns: list[Array] = []

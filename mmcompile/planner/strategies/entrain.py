@@ -26,8 +26,8 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees
 from mmcompile.planner.search.splitter import Splitter
 
+# Number of topologies (tp x cp x pp of each component), fastest by a rough estimate, that are split exactly.
 _MAX_SPLIT = 48
-"""Number of topologies (tp x cp x pp of each component), fastest by a rough estimate, that are split exactly."""
 
 
 def entrain(problem: Problem) -> Sequence[Candidate]:
@@ -45,7 +45,10 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Yield every choice of tp x cp x pp with which each component fills its share of devices; `guess_s` is by Eq. 4.2."""
+    """Yield every choice of degrees and stage counts with which each chain uses exactly its share of the devices.
+
+    `guess_s` of a choice is the seconds of a training step by Entrain's Eq. 4.2.
+    """
     combos = Combinations(problem=problem)
     tables = combos.tables
     for setting in combos.settings:
@@ -77,7 +80,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
 
 
 def _step_s(candidate: Candidate) -> float:
-    """Return the seconds of a step by Entrain's Eq. 4.2; of messages, only those between chains of different degrees count."""
+    """Return the seconds of a training step by Eq. 4.2 of Entrain. Messages count only between chains of different degrees."""
     count = candidate.setting.num_microbatches
     slowest_s = max(stage.total_s for stage in candidate.stages)
     crossing_s = sum(

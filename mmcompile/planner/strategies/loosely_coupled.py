@@ -22,12 +22,12 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
+# Number of (setting, degrees) pairs, fastest by a guess, whose stage counts are tried.
 _MAX_FRAMES = 32
-"""Number of (setting, degrees) pairs, fastest by a guess, whose stage counts are tried."""
+# Number of stage counts, fastest by the rough estimate, whose layers are split exactly to find those to simulate.
 _MAX_DRAFTED = 96
-"""Number of stage counts, fastest by the rough estimate, whose layers are split exactly to find those to simulate."""
+# Number of candidates, fastest by the estimate with exact splits, that are given to the simulator.
 _FINALISTS = 6
-"""Number of candidates, fastest by the estimate with exact splits, that are given to the simulator."""
 
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
@@ -47,7 +47,7 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
 
 
 def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setting, Degrees]]]:
-    """Yield (guess in s, (chain set, setting, degrees of all chains)), with stage counts to be chosen later.
+    """Yield (guess in s, (chain set, setting, degrees)) without stage counts; the degrees are the same for all chains.
 
     The guess is of a step as if the last chain had all devices, times 1000 if memory looks too small, so that it comes last.
     """
@@ -66,7 +66,10 @@ def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setti
 
 
 def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: Degrees) -> Iterator[Combination]:
-    """Yield a combination for each stage count of the last chain, with a guess; `_drafted` sets the encoders' counts later."""
+    """Yield a combination, with a guess of its step time, for each stage count that the last chain can have.
+
+    Its stage counts of the encoders are provisional; `_drafted` replaces them.
+    """
     problem, last = combos.problem, chains.chains[-1]
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
     if most < 1:
@@ -97,7 +100,10 @@ def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: D
 
 
 def _drafted(problem: Problem, splitter: Splitter, option: Combination) -> Candidate | None:
-    """Return `option` split exactly, encoders in the fewest stages no slower; None if it exceeds the memory or the devices."""
+    """Return a combination with its layers split exactly into stages; None if it needs too much memory or too many devices.
+
+    Each encoder gets the fewest stages that are no slower than the slowest stage of the last chain.
+    """
     chains, setting, degrees, stages = option.chains, option.setting, option.degrees, option.counts[-1]
     memory_bytes = problem.memory_bytes(1)
     split = splitter.table(chains.chains[-1], setting, degrees[-1], 0, memory_bytes, stages)[stages - 1]

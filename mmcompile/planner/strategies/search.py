@@ -86,7 +86,6 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
 
 
 def _within(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether a problem allows a candidate's degrees, schedule, recomputation, placement, microbatches and replicas."""
     space, setting = problem.space, candidate.setting
     placing = "colocated" if candidate.chains.colocated else "disjoint"
     return (
@@ -106,7 +105,6 @@ def _within(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether chains have the numbers of replicas that the request fixes, and those of a balance group equal numbers."""
     wanted = decided_replicas(candidate.chains, problem.replicas, follow=problem.replicas_follow)
     own = [degrees.dp for degrees in candidate.degrees]
     return (
@@ -117,10 +115,11 @@ def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _shared_ranks(problem: Problem, chains: ChainSet, setting: Setting) -> Candidate:
-    """Return the candidate in which each chain is one stage on one device, for requests with fewer devices than chains.
+    """Return the candidate in which each chain is one stage on one device, and some chains share a device.
 
-    Chains are assigned in descending order of their seconds a microbatch, each to the device with the fewest seconds so far. The
-    device of the last chain gets the highest rank; the others are numbered in the order of the first chain on each.
+    It serves requests with fewer devices than chains. Chains are assigned in descending order of their seconds a microbatch, each
+    to the device with the fewest seconds so far. The device of the last chain gets the highest rank. The others are numbered in
+    the order of the first chain on each.
     """
     last = len(chains.chains) - 1
     priced = [problem.prices.priced(chain, Degrees(), setting) for chain in chains.chains]
