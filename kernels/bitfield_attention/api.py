@@ -140,7 +140,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _check_mask(
     words_name: str, words: torch.Tensor, name: str, positions: torch.Tensor | None, x: torch.Tensor
 ) -> None:
-    """Raise MaskError unless words and positions fit the tokens of `x`, [B, heads, T, dim]."""
+    """Raise MaskError unless words and positions are [B, T] for the B sequences of T tokens in `x`, [B, heads, T, dim]."""
     wanted = x.shape[0], x.shape[2]
     if words.dtype != torch.int64 or words.shape != wanted:
         raise MaskError(

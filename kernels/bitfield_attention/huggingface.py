@@ -186,9 +186,9 @@ def _mask(
     """Return the mask that a model passes to `attention`; the signature is that of a mask function of transformers.
 
     Returns:
-        The words of a causal mask with padding, int64 [B, 1, 1, Tk]. For another mask of causal attention, whose words
-        must be passed by keyword, int64 [B, 1, 1, 0]. For a step with a cache and for bidirectional attention, to which
-        words do not apply, the mask of `sdpa`.
+        Mask words, int64 [B, 1, 1, Tk], if the mask is causal with padding. An empty int64 [B, 1, 1, 0] for another mask of
+        causal attention, whose words the caller must pass by keyword. The mask of `sdpa` where words do not apply: in a step with
+        a cache, and in bidirectional attention.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -242,7 +242,6 @@ def _is_not_ours(
     attention_mask: torch.Tensor | None,
     words: torch.Tensor | None,
 ) -> bool:
-    """Return whether a call does not use words: cross-attention, an encoder, or a cached step with the model's own mask."""
     # Layers of transformers say whether they are causal self-attention; cross-attention may not say anything.
     is_causal = getattr(module, "is_causal", None)
     if is_causal:

@@ -25,7 +25,7 @@ _WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
 
 @dataclass(kw_only=True, slots=True)
 class _Trace:
-    """Counts the attention calls inside `expect_words`, by the origin of their mask: the caller's words, or the model."""
+    """Numbers of attention calls of each layer inside `expect_words`: with the mask words of the caller, without, and others."""
 
     with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
     without: Counter[torch.nn.Module] = field(default_factory=Counter)
@@ -36,7 +36,6 @@ class _Trace:
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def note_call(self, module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
-        """Count a layer's attention call by whether it got words; keep words used with a window, to check island lengths."""
         (self.without if words is None else self.with_words)[module] += 1
         if window is not None and words is not None:
             self.windows[window] = words
@@ -122,7 +121,6 @@ def _check_islands(model: PreTrainedModel, windows: Mapping[int, torch.Tensor]) 
 
 
 def _longest_island(words: torch.Tensor) -> int:
-    """Return the number of tokens in the largest island of a batch."""
     rows = torch.arange(len(words), device=words.device)[:, None].expand_as(words)
     keys = torch.stack([rows, document(words), instance(words)], -1)[instance(words) != 0]
     return int(keys.unique(dim=0, return_counts=True)[1].max()) if len(keys) else 0

@@ -168,7 +168,7 @@ def _pairs(
     window: int | None,
     *options: object,
 ) -> int:
-    """Return the number of visible pairs of a batch for one head; all pairs if the words are fake tensors, without values."""
+    """Return the number of (query, key) pairs with attention in a batch, for one head; all pairs if words are fake tensors."""
     if isinstance(words, FakeTensor) or words.device.type == "meta":
         return prod((*words.shape, kv_words.shape[1]))
     return visible_pairs(words, positions, kv_words, kv_positions, window=window)

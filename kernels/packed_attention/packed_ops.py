@@ -63,8 +63,7 @@ def _segment_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value of softmax attention, in float32 or wider.
 
-    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T
-    q.
+    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T q.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grad, query, key, value = (x.to(wide) for x in (grad, query, key, value))
@@ -111,7 +110,7 @@ def _groups(cu_seqlens: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the tokens at `index` as segments: [1, heads, tokens, dim] -> [segments, heads, length, dim]."""
+    """Return the tokens at `index`, in segments of `length` tokens: [1, heads, tokens, dim] -> [segments, heads, length, dim]."""
     return x[0].index_select(1, index).unflatten(1, (-1, length)).transpose(0, 1)
 
 

@@ -86,7 +86,7 @@ def _(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequenc
 
 
 def _in_place(dim: int, blocks: Sequence[int]) -> bool:
-    """Return whether parts along `dim`, put one after another in memory, already are the whole parameter: one block, dim 0."""
+    """Return whether a gathered parameter is simply the parts of all ranks one after another in memory."""
     return dim == 0 and len(blocks) == 1
 
 

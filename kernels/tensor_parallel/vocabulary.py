@@ -151,14 +151,14 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 def _own_labels(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, group_name: str, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, per label, (index in this rank's classes, True if this rank holds the label, True if it is not `ignore_index`)."""
+    """Return, per label, (index in this rank's classes, True if it is one of these, True if it is not `ignore_index`)."""
     valid = labels != ignore_index
     local, own = _own_range(labels.masked_fill(~valid, 0), logits.shape[1], group_name, count)
     return local, own & valid, valid
 
 
 def _own_range(ids: torch.Tensor, size: int, group_name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (index of each id in this rank's range of `size` ids, or 0 if the id is outside; bool, True if it is inside)."""
+    """Return, per id, (index in this rank's range of `size` ids, 0 for an id outside; True for an id inside)."""
     # As in torch's own lookups: an error on CPU, a failed assertion on the device on CUDA.
     torch.ops.aten._assert_async.msg(((ids >= 0) & (ids < size * count)).all(), _OUTSIDE)
     local = ids - registered_group(group_name, count).rank() * size

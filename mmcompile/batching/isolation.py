@@ -60,7 +60,7 @@ def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str,
 
 
 def _with_other_tokens(batch: Mapping[str, Value], lengths: Sequence[int], number: int) -> dict[str, Value]:
-    """Return the batch with the tokens of document `number` rotated by a third of its length; positions, labels unchanged."""
+    """Return a packed batch in which document `number` has other tokens: its own, rotated by a third of its length."""
     first, last = sum(lengths[:number]), sum(lengths[: number + 1])
     found = dict(batch)
     for name, dim in token_dims(batch):

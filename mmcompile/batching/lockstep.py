@@ -25,10 +25,10 @@ class _StageWork:
     """Work of one replica of a stage in one microbatch; the stage's other replicas must do the same work."""
 
     gathered: tuple[str, ...]
-    """Names of the parameters gathered, in order."""
+    """Names of the parameters that the stage gathers, in order."""
     backward: bool
     learns: bool
-    """True unless the stage is the loss stage and its microbatch has no token to learn from: then it runs no backward."""
+    """False for a loss stage whose microbatch has no token to learn from, and which so runs no backward; else True."""
 
 
 def check_lockstep(

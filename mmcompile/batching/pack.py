@@ -22,7 +22,7 @@ from mmcompile.errors import BatchError, PlanError
 from mmcompile.ir.inputs import document_positions
 
 _MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature", "input_values", "spatial_shapes")
-"""Words in the names of media, which may have as many rows and columns as there are tokens."""
+"""Words in the names of inputs for media. These are not per-token values, even if their sizes are those of `input_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Packer:
         return batch
 
     def _document(self, sample: Sample, number: int) -> dict[str, Value]:
-        """Return a sample without its padding, with `position_ids`."""
+        """Return the inputs of one sample without its padding tokens, and with `position_ids`."""
         row = with_batch_dim(sample)
         ids = row.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or ids.numel() == 0:
@@ -111,7 +111,6 @@ class Packer:
 
 
 def _kept(mask: Value, ids: Tensor, number: int) -> Tensor:
-    """Return the positions of a sample's tokens that are not padding, int64 [tokens]."""
     if mask is None:
         return torch.arange(ids.shape[1])
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
@@ -139,7 +138,6 @@ def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
 
 
 def _joined(key: str, items: Sequence[tuple[int, Value]], dim: int) -> Value:
-    """Return per-token values of all documents, joined along the dim of tokens."""
     moved = [(number, value.movedim(dim, 0) if isinstance(value, Tensor) else value) for number, value in items]
     found = join(key, moved, 0)
     assert isinstance(found, Tensor)

@@ -81,7 +81,11 @@ def _count(
     samples: Sequence[Sample],
     alone: Callable[[int], PreparedMicrobatch],
 ) -> int:
-    """Return the number of rows of samples `block` in output `port` of microbatch `source`. Raises BatchError if unknown."""
+    """Return the number of rows that samples `block` of microbatch `source` have in its output `port`.
+
+    Raises:
+        BatchError: the number cannot be found.
+    """
     if len(block) == len(source.samples):
         return source.prepared.link_shapes[port.name][0]
     (sample,) = block
@@ -100,7 +104,7 @@ def _count(
 
 
 def _whole(sources: Sequence[ExchangeSide], targets: Sequence[ExchangeSide]) -> frozenset[int]:
-    """Return the indices of sources whose samples stay together and in order in one target: their rows move as one block."""
+    """Return the indices of source microbatches whose samples are together in one target microbatch, in the same order."""
     of = {source.samples[0]: source for source in sources}
     members = {sample for source in sources for sample in source.samples}
     found: set[int] = set()
@@ -125,15 +129,6 @@ def _into(
     rows: Mapping[tuple[Place, Block], int],
     stages: tuple[Sequence[str], Sequence[str]],
 ) -> Iterator[RowExchange]:
-    """Yield the row exchanges into one target microbatch.
-
-    Args:
-        source_of: sample -> the source microbatch that has it.
-        whole: indices of sources whose rows move as one block.
-        made: index of a source -> its outputs by place.
-        rows: (place, block) -> number of rows.
-        stages: program names of the stages that make the values, and of those that read them.
-    """
     sources = {source_of[s].index: source_of[s] for s in target.samples if s in source_of}
     wanted = {sample: block for source in sources.values() for block in _blocks(source, whole) for sample in block[:1]}
     blocks = [wanted[sample] for sample in target.samples if sample in wanted]
@@ -170,7 +165,6 @@ def _rows(value: object) -> int:
 
 
 def _made(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[str]) -> dict[Place, Port]:
-    """Return place -> output port, for values that `makers` send to `readers`."""
     return {
         (maker, reader, number): port
         for maker in makers
@@ -181,7 +175,6 @@ def _made(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[st
 
 
 def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[str]) -> dict[Place, Port]:
-    """Return place -> input port, for values that `readers` receive from `makers`."""
     return {
         (maker, reader, number): port
         for maker in makers
@@ -192,7 +185,14 @@ def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[st
 
 
 def _ranges(blocks: Sequence[Block], counts: Sequence[int], side: ExchangeSide, name: str) -> dict[Block, Range]:
-    """Return block -> its range in value `name`. Raises BatchError unless blocks of `counts` rows in turn make up this value."""
+    """Return the range of rows of each block of samples in value `name` of a microbatch; blocks follow each other.
+
+    Args:
+        counts: number of rows of each block.
+
+    Raises:
+        BatchError: the blocks have more or fewer rows than the value.
+    """
     total = side.prepared.link_shapes[name][0]
     if sum(counts) != total:
         raise BatchError(

@@ -24,10 +24,7 @@ from mmcompile.planner.plan.plan_record import Chain, SampleRate
 from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
 _LEAST_ROW_S = 1e-15
-"""Least cost of a row, in seconds.
-
-A sample has work in a balance group exactly if its cost there is above 0, so a cheap row may not cost 0.
-"""
+"""Least cost of a row (a token or patch), in seconds. It is above 0, as a cost of 0 means that a sample has no row."""
 
 
 def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
@@ -83,7 +80,6 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
 
 
 def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
-    """Return the rates (seconds by rows of a sample) of all components of a balance group, chain by chain."""
     found: list[SampleRate] = []
     for name in (chain.name for chain in chains):
         own = [rate for rate in plan.sample_rates if rate.chain == name]
@@ -100,5 +96,5 @@ def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
 
 
 def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:
-    """Return a polynomial of each sample's rows, without its constant term (fixed cost of a microbatch): float64 [samples]."""
+    # The constant term is the fixed cost of a microbatch.
     return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares

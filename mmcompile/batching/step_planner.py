@@ -38,7 +38,7 @@ Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
 _SCHEDULES = 4
 """Number of schedules kept, to be used again by steps with equal microbatches: one per step planned ahead, and one more."""
 _Known: TypeAlias = dict[tuple[int, ...], PreparedMicrobatch]
-"""Sample indices of a group -> the group matched with its pattern."""
+"""Cache of prepared microbatches: indices of their samples -> batch and programs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -211,7 +211,11 @@ class StepPlanner:
     def _others(
         self, costs: SampleCosts, samples: Sequence[Sample], assignment: Assignment, known: _Known
     ) -> Iterator[tuple[Assignment, Sequence[Sample], _Known, str]]:
-        """Yield alternatives to a refused assignment, best first: (assignment, samples, matched groups, what differs)."""
+        """Yield other ways to compute samples after the model refused an assignment, best first.
+
+        Yields:
+            (assignment, samples, cache of prepared microbatches, text that names the difference).
+        """
         arrival = Arrival().assign(costs, self._grid)
         if arrival != assignment:
             yield arrival, samples, known, Arrival.name
@@ -232,10 +236,13 @@ class StepPlanner:
         update: bool,
         before: AccumulatedStep,
     ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...], frozenset[int]]:
-        """Return the plan of an assignment, the prepared microbatches, and the indices of repeated microbatches.
+        """Plan a step with a given assignment.
 
         Args:
-            known: cache of matched groups, to which new matches are added.
+            known: cache of prepared microbatches, to which new ones are added.
+
+        Returns:
+            (plan, its prepared microbatches, indices of microbatches that another replica computes too).
         """
 
         def prepare(group: tuple[int, ...]) -> PreparedMicrobatch:
@@ -271,7 +278,7 @@ class StepPlanner:
         return plan, prepared, frozenset(index for index, part in enumerate(parts) if part.repeats)
 
     def _parts(self, assignment: Assignment) -> list[_SampleGroup]:
-        """Return the sample groups in run order: by slot, lag, balance group and replica."""
+        """Return the groups of samples that replicas compute together, sorted by slot, lag, balance group and replica."""
         found: dict[tuple[int, int, int, int], list[int]] = {}
         last = assignment.microbatch[-1]
         for tower in range(len(self._towers)):
@@ -324,7 +331,6 @@ class StepPlanner:
         )
 
     def _readers(self, part: _SampleGroup, prepared: PreparedMicrobatch) -> dict[int, tuple[str, ...]]:
-        """Return rank -> names of the batch inputs that the rank's stages read in a microbatch; ranks without are left out."""
         found: dict[int, frozenset[str]] = {}
         for stage in self._of_replica[self._towers[part.tower], part.replica]:
             if (program := prepared.programs.programs.get(stage.program_name)) is not None:
@@ -367,7 +373,7 @@ def _sizes(sample: Sample) -> dict[str, torch.Size]:
 def _num_tokens(
     prepared: Sequence[PreparedMicrobatch], parts: Sequence[_SampleGroup], last: int, num_samples: int
 ) -> int:
-    """Return the number of tokens with loss in microbatches of group `last`, the language model; 0 if losses are per sample."""
+    """Return the number of tokens with loss in a step; 0 if the loss is not per token."""
     learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
     counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
     for microbatch in counted:
@@ -382,11 +388,6 @@ def _num_tokens(
 
 
 def _weight(microbatch: PreparedMicrobatch, num_samples: int, divisors: tuple[float, float]) -> float:
-    """Return `MicrobatchPlan.loss_weight` of a microbatch with `num_samples` samples.
-
-    Args:
-        divisors: divisor for a loss that is a sum over tokens, divisor for one that is a mean over samples.
-    """
     if microbatch.num_tokens == 0:
         return 0.0
     tokens, samples = divisors

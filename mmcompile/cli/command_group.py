@@ -115,18 +115,16 @@ class _ExampleCommand(TyperCommand):
 
 
 class _CommandGroup(TyperGroup):
-    """Commands that are imported when they run; listing them reads the first lines of their docstrings only."""
+    """Group of commands whose modules are imported only to run them; help is read from their source without an import."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command with a name and a summary only, not imported, to list commands and to suggest similar names."""
+        # Not imported, as it only serves lists and suggestions of similar names.
         return TyperCommand(cmd_name, help=_summary_of(cmd_name)) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return (name of the command in `args`, the imported command, the rest of `args`)."""
         if args and args[0] in COMMANDS:
             return args[0], _command_of(args[0]), args[1:]
         return super().resolve_command(ctx, args)
@@ -140,7 +138,6 @@ def _summary_of(name: str) -> str:
 
 
 def _command_of(name: str) -> Any:
-    """Import command `name`, and return it as a click command."""
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     module, _, function_name = COMMANDS[name].partition(":")
     function = vars(import_module(module))[function_name]
@@ -194,7 +191,7 @@ def run() -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print an error on standard error, with `--json` also as a JSON object on standard output; return the exit code."""
+    """Print an error to standard error, and with `--json` also as JSON to standard output; return the exit code."""
     if "--json" in sys.argv:
         print_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     print_error(str(error))
@@ -202,7 +199,6 @@ def _report(error: Exception) -> int:
 
 
 def _report_usage(error: Any) -> int:
-    """Print an error of typer about the arguments, as `_report` prints other errors; return the exit code."""
     from typer.rich_utils import rich_format_error
 
     if "--json" in sys.argv:

@@ -68,7 +68,6 @@ def dump_config(sections: Mapping[str, Any]) -> None:
 
 
 def _parsed(path: Path) -> Mapping[str, Any]:
-    """Return the mapping in a YAML or TOML file. Raises ConfigError if it cannot be read or holds no mapping."""
     try:
         text = path.read_text()
         if path.suffix == ".toml":
@@ -90,7 +89,6 @@ def _check_name(name: str, known: Collection[str], what: str, join: str = " ") -
 
 
 def _converted(path: Path, key: str, value: Any, hint: Any) -> Any:
-    """Return `value`, which a file has for `key`, as the type `hint` of its field. Raises ConfigError if it has another type."""
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as error:

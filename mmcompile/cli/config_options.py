@@ -40,7 +40,7 @@ _PARSERS: Mapping[str, Callable[[str, list[str]], Any]] = {
     "Components": parse_components,
     "Sequence[str]": lambda option, texts: tuple(texts),
 }
-"""Name of a field's type in `mmcompile.config` -> parser (option, texts typed for it) -> value."""
+"""Type of a configuration field, as written in `mmcompile.config` -> parser of its option: (option, texts typed) -> value."""
 
 
 def with_config(function: Callable[..., None]) -> Callable[..., None]:
@@ -155,9 +155,11 @@ class Topic:
 
 
 def _parameter(own: Field[Any], doc: str, searches: bool) -> inspect.Parameter:
-    """Return typer's parameter for a field; the first paragraph of the field's docstring is the help.
+    """Return the command-line option of a configuration field, as a parameter that typer reads.
 
-    Without `searches`, the command lacks `--global-batch`, and the help shows no defaults that depend on it.
+    Args:
+        doc: docstring of the field, whose first paragraph is the help.
+        searches: True if the command has the option `--global-batch`; else the help shows no defaults that depend on it.
     """
     shown = own.metadata.get("shown")
     if shown and not searches:
@@ -189,7 +191,6 @@ def flag(own: Field[Any]) -> str:
 
 
 def _written(own: Field[Any]) -> str:
-    """Return the type of a field as it is written in `mmcompile.config`, without None."""
     return str(own.type).removesuffix(" | None")
 
 

@@ -40,7 +40,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _run() -> int:
-    """Run a command and return its exit code."""
     from mmcompile.cli import command_group
 
     return command_group.run()

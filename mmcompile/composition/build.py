@@ -97,7 +97,7 @@ def _check_names(specs: Mapping[str, Encoder]) -> None:
 
 
 def _embeddings(language_model: nn.Module) -> tuple[int, int]:
-    """Return (rows, hidden size) of the table of token embeddings."""
+    """Return (number of rows, hidden size) of a language model's table of token embeddings."""
     getter: Any = getattr(language_model, "get_input_embeddings", None)
     weight = getattr(getter() if getter is not None else None, "weight", None)
     if not isinstance(weight, Tensor) or "inputs_embeds" not in language_inputs(language_model):
@@ -158,7 +158,7 @@ def _projectors(
 
 @contextlib.contextmanager
 def _like(parameter: nn.Parameter) -> Generator[None]:
-    """Run the block so that new tensors get the dtype and device of `parameter`, and no storage if it is a fake tensor."""
+    """Create tensors in the `with` block with the dtype and device of `parameter`, and without data if it is a fake tensor."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(parameter.dtype)
     try:
@@ -172,7 +172,7 @@ def _like(parameter: nn.Parameter) -> Generator[None]:
 
 
 def _check_projected(model: ComposedModel, name: str, found: Probe, hidden: int) -> None:
-    """Raise ConfigError unless projected features have size `hidden`, the language model's embedding size."""
+    """Raise ConfigError unless the projector of encoder `name` returns features of size `hidden`, that of the text embeddings."""
     try:
         with shapes_only(model) as fake:
             shape = tuple(model.features(name, {key: fake(value) for key, value in found.inputs.items()}).values.shape)

@@ -17,7 +17,7 @@ _LAST_HIDDEN_STATE = "last_hidden_state"
 _PROCESSOR_NAMES = {"grid_thw": "image_grid_thw"}
 """Parameter name of an encoder -> name under which Hugging Face processors return the value."""
 _ANONYMOUS = "hidden_states"
-"""Name of the main parameter of patch encoders; processors return its value as `pixel_values` or `input_features`."""
+"""Name that patch encoders give their main input; Hugging Face processors return it as `pixel_values` or `input_features`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapp
 
 
 def _valid(module: nn.Module, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return which features are not padding, bool [images, tokens], from the inputs' attention mask; None if there is none."""
+    """Return which features are real and not padding, bool [images, tokens]; None if the inputs have no attention mask."""
     mask = next((value for name, value in inputs.items() if name.endswith("attention_mask")), None)
     if mask is None:
         return None

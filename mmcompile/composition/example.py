@@ -58,7 +58,7 @@ def example_batch(
 
 
 def _media(model: JoinedModel, name: str, count: int, image_size: int) -> dict[str, Tensor]:
-    """Return random inputs of an encoder, by name in a batch."""
+    """Return random inputs of encoder `name` for `count` images or audio clips: name in a batch -> tensor."""
     encoder = model.encoder(name)
     if encoder.example is not None:
         raise ConfigError(f"encoder {name!r} has inputs of its own (Encoder(example=...)); pass a batch of your own")
@@ -80,7 +80,12 @@ def _media(model: JoinedModel, name: str, count: int, image_size: int) -> dict[s
 
 
 def _text(vocabulary: int, samples: int, text_tokens: int, spans: list[tuple[int | None, int]]) -> dict[str, Tensor]:
-    """Return random texts with spans (token id, count) of placeholders, two tokens before each, without spans that have no id."""
+    """Return `input_ids`, `attention_mask` and `labels` of random texts, int64 [samples, tokens] each.
+
+    Args:
+        text_tokens: number of tokens of a text besides placeholders.
+        spans: (placeholder token, number of placeholders) of each image or audio clip of a text; token None adds none.
+    """
     placed = [(token, count) for token, count in spans if token is not None]
     length = text_tokens + sum(count for _, count in placed)
     ids = torch.randint(min(10, vocabulary - 1), vocabulary, (samples, length))

@@ -40,7 +40,6 @@ def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
 
 
 def _is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """Return the mask of placeholder tokens, bool [B, S]."""
     found = torch.zeros_like(input_ids, dtype=torch.bool)
     for token in placeholders.values():
         found = found | (input_ids == token)

@@ -35,7 +35,7 @@ def saved_part(name: str, module: nn.Module) -> SavedPart:
 
 
 def _without_adapter(module: nn.Module) -> tuple[nn.Module, bool]:
-    """Return the model inside a peft wrapper and True; or the module itself and False."""
+    """Return (the model inside a peft wrapper, True), or (the module itself, False) if it is not wrapped."""
     peft: Any = sys.modules.get("peft")
     wrapped = peft is not None and isinstance(module, peft.PeftModel)
     return (module.get_base_model() if wrapped else module), wrapped  # type: ignore[operator]

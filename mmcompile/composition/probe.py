@@ -21,7 +21,7 @@ from mmcompile.ir.compat import FakeTensorMode, fake_mode_of, transformers_eager
 from mmcompile.ir.known_values import KnownValues, known_values
 
 _PROBED = 2
-"""Number of images or audio clips in a probe: two, so that the dim of images can be told apart."""
+"""Number of images or audio clips in a probe. With two, the dim of images differs from dims of size 1."""
 _DEFAULT_SIDE = 224
 _SAMPLING_RATE = 16000
 """Audio samples per second, the rate of all speech encoders of transformers; a probe's clip lasts one second."""
@@ -100,7 +100,7 @@ def shapes_only(module: nn.Module) -> Generator[Callable[[Tensor], Tensor]]:
 
 
 def _examples(encoder: Encoder) -> Iterator[dict[str, Tensor]]:
-    """Yield inputs, by parameter name, that an encoder may accept; the most likely first."""
+    """Yield example inputs to try on an encoder, the most likely first: parameter name -> tensor."""
     if encoder.example is not None:
         yield dict(encoder.example)
     elif modality(encoder.module) == "audio":

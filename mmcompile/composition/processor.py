@@ -96,7 +96,7 @@ class ComposedProcessor:
         return sample
 
     def _inputs(self, name: str, medium: Any) -> dict[str, Tensor]:
-        """Return the encoder's inputs for one image or audio clip, made by its processor, by name in a batch."""
+        """Return the inputs of encoder `name` that its processor makes of one image or audio clip: name in a batch -> tensor."""
         processor, module = self.processors[name], self.model.encoder(name).module
         accepts = inspect.signature(processor.__call__).parameters
         options: dict[str, Any] = {}
@@ -119,9 +119,10 @@ class ComposedProcessor:
         return found
 
     def _count(self, name: str, inputs: Mapping[str, Tensor]) -> int:
-        """Return the number of placeholder tokens of one image or audio clip; cached by its inputs' shapes and integer values."""
+        """Return the number of placeholder tokens of one image or audio clip with these inputs of encoder `name`."""
         if name not in self.model.placeholders:
             return 0
+        # The number follows from shapes, and from integer values such as grids.
         key = (
             name,
             *((k, tuple(v.shape), None if v.is_floating_point() else v.numpy().tobytes()) for k, v in inputs.items()),
@@ -131,7 +132,7 @@ class ComposedProcessor:
         return self._counts[key]
 
     def _texts(self, messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-        """Yield (text, True if it carries loss) pieces of the conversation, in order."""
+        """Yield the pieces of a conversation in order, each as (text, True if its tokens carry loss)."""
         if not getattr(self.tokenizer, "chat_template", None):
             yield getattr(self.tokenizer, "bos_token", None) or "", False
             for message in messages:
@@ -150,7 +151,6 @@ class ComposedProcessor:
                 done += text
 
     def _rendered(self, messages: Sequence[Message], done: str, *, add_generation_prompt: bool) -> str:
-        """Render messages by the chat template; return the text after `done`. Raises ConfigError unless it begins with `done`."""
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -162,7 +162,11 @@ class ComposedProcessor:
         return text[len(done) :]
 
     def _tokens(self, text: str, counts: Mapping[str, Iterator[int]]) -> Iterator[list[int]]:
-        """Yield a text's token ids, in pieces; `counts` gives, by encoder, the number of placeholders for each marker in turn."""
+        """Yield the token ids of a text in pieces, with placeholder tokens in place of markers.
+
+        Args:
+            counts: encoder -> number of placeholders for each of its markers in turn.
+        """
         if not self.model.placeholders:
             yield self._ids(text)
             return

@@ -80,7 +80,6 @@ class _QFormerBlock(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, hidden: Tensor, features: Tensor, valid: Tensor | None) -> Tensor:
-        """Apply self-attention, cross-attention and feed-forward: [N, Q, hidden], [N, T, features] -> [N, Q, hidden]."""
         normed = self.self_norm(hidden)
         hidden = hidden + self.self_attention(normed, normed, None)
         hidden = hidden + self.cross_attention(self.cross_norm(hidden), features, valid)
@@ -99,7 +98,6 @@ class _Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, read: Tensor, valid: Tensor | None) -> Tensor:
-        """Attend queries from `hidden` [N, Q, hidden] to keys from `read` [N, T, size] where `valid` [N, T]: [N, Q, hidden]."""
         query, key, value = (self._heads(x) for x in (self.query(hidden), self.key(read), self.value(read)))
         mask = None if valid is None else valid[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)

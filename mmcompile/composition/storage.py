@@ -181,7 +181,13 @@ def _saved_projector(name: str, module: nn.Module) -> SavedProjector:
 
 
 def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Raise ConfigError, naming the argument `option`, unless `given` holds exactly the code whose import paths are `saved`."""
+    """Raise ConfigError unless a caller gives exactly the functions and classes that a model was saved with.
+
+    Args:
+        option: argument of `load` in which they are given, for the message.
+        saved: name -> import path when the model was saved.
+        given: name -> function or class.
+    """
     if missing := set(saved) - set(given):
         lines = ", ".join(f"{key} {saved[key]}" for key in sorted(missing))
         raise ConfigError(f"this model was saved with code of its own in {option}: {lines}; pass {option}=")

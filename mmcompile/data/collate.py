@@ -106,7 +106,6 @@ def with_batch_dim(sample: Sample) -> dict[str, Value]:
 
 
 def _with_masks(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
-    """Add an `attention_mask` of ones to every text if some have one, or if lengths differ."""
     texts = [ids for row in rows if isinstance(ids := row.get("input_ids"), Tensor) and ids.dim() == 2]
     masked = any("attention_mask" in row for row in rows)
     if not masked and len({text.shape[1] for text in texts}) < 2:

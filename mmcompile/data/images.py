@@ -15,7 +15,7 @@ from mmcompile.errors import ConfigError
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-"""Lower and upper limit of an image's pixels in Qwen2-VL's processor, which merges patches."""
+"""Least and greatest number of pixels of an image after Qwen2-VL's processor resized it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +116,9 @@ class PatchRule:
 
 
 def _fit(point: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Rate the frame `point` (height, width) for an image: (pixels that the scaled image keeps, -(empty pixels of the frame))."""
     scale = min(point[1] / width, point[0] / height)
     kept = min(int(width * scale) * int(height * scale), width * height)
-    return kept, kept - point[0] * point[1]
+    return kept, kept - point[0] * point[1]  # most pixels kept, then fewest left empty
 
 
 def image_size(path: Path) -> tuple[int, int]:

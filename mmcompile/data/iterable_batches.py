@@ -36,7 +36,7 @@ class _EpochDataset(Protocol):
     """A dataset whose sample order depends on an epoch number."""
 
     def set_epoch(self, epoch: int, /) -> object:
-        """Set the epoch, from which the order of samples follows."""
+        """Set the epoch number that the sample order depends on."""
 
 
 class IterableBatches:
@@ -110,7 +110,7 @@ class IterableBatches:
         self._at, self._iterator = found, None
 
     def _open(self) -> Iterator[Sample]:
-        """Return an iterator over the dataset from position `_at` on."""
+        """Return an iterator over the samples from position `_at` of the dataset to the end of the epoch."""
         at = self._at
         state = self._first if at.state is None else at.state
         if self._resumable is not None and state is not None:
@@ -134,7 +134,6 @@ class IterableBatches:
         return asked(where, lambda: iter(dataset()))
 
     def _next(self, iterator: Iterator[Sample], epoch: int, taken: int) -> Sample | None:
-        """Return the next sample, None at the end; the epoch and the number `taken` of samples before it are for errors."""
         where = f"sample {taken} in epoch {epoch} of {named(self._dataset)}"
         try:
             return check_sample(asked(where, lambda: next(iterator)), where)
@@ -142,7 +141,7 @@ class IterableBatches:
             return None
 
     def _state(self) -> str | None:
-        """Return the dataset's `state_dict` as JSON text; None if it has none."""
+        """Return the state of the dataset (`state_dict`) as JSON text; None if it has no state."""
         if self._resumable is None:
             return None
         state = asked(f"state_dict() of {named(self._dataset)}", self._resumable.state_dict)

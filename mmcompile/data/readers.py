@@ -22,13 +22,12 @@ __all__ = ["ReadOptions", "read_stats", "shapes_of_folder", "shapes_of_jsonl"]
 
 _SYNTHETIC = "synthetic:"
 _CAPTIONS = ("metadata.jsonl", "captions.jsonl")
-"""Names of caption files beside or above the images: lines of `file_name` and `text`."""
+"""Names of caption files in a folder of images. Each line is a JSON object with `file_name` and `text`."""
 _CHARACTERS_PER_TOKEN = 4.0
 """Characters per token of English text. [Empirical]"""
 
 
 def _estimated_tokens(text: str) -> int:
-    """Return an estimate of the number of tokens of a text, without its tokenizer."""
     return math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
 
 
@@ -111,7 +110,6 @@ def shapes_of_jsonl(path: str | os.PathLike[str]) -> Iterator[SampleShape]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) of the non-empty lines of a file."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):

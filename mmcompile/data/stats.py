@@ -34,7 +34,7 @@ _MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
     "text tokens": lambda shape: shape.text_tokens,
     "total": lambda shape: shape.patches + shape.frames + shape.text_tokens,
 }
-"""Measure name -> function that returns a sample's size; `total` is rows of encoders plus text tokens."""
+"""Name of a measure of size -> function that returns it for a sample; `total` is rows of encoders plus text tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +208,11 @@ def _short(figure: float) -> str:
 
 
 def _push(heap: list[tuple[int, int, SampleShape]], entry: tuple[int, int, SampleShape]) -> None:
-    """Add (weight, -index, sample) to a heap, unless weight is 0, and keep its `NUM_WORST` heaviest; of equals the earlier."""
+    """Add a sample to a heap that keeps its `NUM_WORST` heaviest samples; a sample of weight 0 is left out.
+
+    Args:
+        entry: (weight, -index, sample); of samples with equal weight the earlier is kept.
+    """
     if entry[0] == 0:
         return
     if len(heap) < NUM_WORST:

@@ -65,9 +65,9 @@ def chunks(plan: BlockPlan, mask: MaskWords, num_heads: int, max_scores: int) ->
 def _parts(
     mask: MaskWords, rows: slice, queries: slice, tiles: tuple[np.ndarray, np.ndarray, np.ndarray], block_kv: int
 ) -> Iterator[tuple[slice | torch.Tensor, np.ndarray, np.ndarray]]:
-    """Yield (queries, wholly visible tiles, partly visible tiles) for the groups of a block's queries that visit the same tiles.
+    """Yield the groups of a block's queries that visit the same tiles: (queries, tiles seen wholly, tiles seen in part).
 
-    `tiles` are the key-block indices of the block's (FULL, ROW, GENERAL) tiles.
+    `tiles` are the key-block indices of the block's FULL, ROW and GENERAL tiles.
     """
     whole, by_row, mixed = tiles
     if not len(by_row):
@@ -86,7 +86,7 @@ def _parts(
 
 
 def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
-    """Yield chunks for batches whose rows are one tile each: several rows per chunk, with the mask applied to every tile."""
+    """Yield chunks for batches whose rows have one tile each. A chunk has several rows, and the mask is applied to every tile."""
     keys = slice(0, plan.kv_len)
     together = max(1, max_scores // (num_heads * plan.block_q * plan.block_kv))
     for first in range(0, plan.batch, together):
@@ -95,14 +95,7 @@ def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
 
 
 def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) -> tuple[KeyRange, ...]:
-    """Join adjacent tiles into key ranges.
-
-    Args:
-        whole: indices of key blocks that every query of the chunk sees wholly.
-        mixed: indices of key blocks of which queries see a part; they become `KeyRange.partial`.
-        plan: block plan of the call.
-        most: maximum number of tiles in one range.
-    """
+    """Join adjacent tiles to key ranges of at most `most` tiles; queries see `whole` tiles wholly and `mixed` tiles in part."""
     tiles = np.concatenate([whole, mixed])
     order = np.argsort(tiles, kind="stable")
     tiles, partial = tiles[order], order >= len(whole)
@@ -118,7 +111,7 @@ def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) ->
 
 
 def _runs(tiles: np.ndarray) -> list[tuple[int, int]]:
-    """Return (begin, end) of each run of consecutive numbers in ascending tile indices."""
+    """Return (begin, end) of each run of consecutive numbers, as positions in `tiles`, which is ascending."""
     if not len(tiles):
         return []
     cuts = np.flatnonzero(np.diff(tiles) != 1) + 1

@@ -73,7 +73,7 @@ def reference_mask(
 
 
 def _fields(words: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return [sign, document, island, modality bits, position], each [B, T], read from the words by division."""
+    """Return [1 if causal else 0, document, island, modality bits, position], each int64 [B, T], read from mask words."""
     if positions is None:
         positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
     bits, rest = words.remainder(1 << 32), words.div(1 << 32, rounding_mode="floor")

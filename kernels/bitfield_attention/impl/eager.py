@@ -132,7 +132,13 @@ def backward(
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, mask: MaskWords, chunk: Chunk, part: KeyRange, space: torch.Tensor
 ) -> torch.Tensor:
-    """Return a chunk's scores [b Hkv, G Tq, keys], b batch rows and G = H / Hkv, in `space`; -inf for keys that are not seen."""
+    """Return the scores of a chunk's queries with one range of keys, -inf for keys that the mask hides.
+
+    Args:
+        query: [b Hkv, G Tq, D] for b batch rows, Hkv key heads, and G query heads per key head.
+        keys: [b Hkv, keys, D].
+        space: buffer that the scores, [b Hkv, G Tq, keys], are written into.
+    """
     scores = _product(query, keys, space)
     for hidden in part.partial:
         seen = mask.tile(chunk.rows, chunk.queries, hidden)
@@ -144,13 +150,12 @@ def _scores(
 
 
 def _product(rows: torch.Tensor, keys: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
-    """Return rows @ keys^T: [heads, rows, D] x [heads, keys, D] -> [heads, rows, keys], in `space`."""
     shape = *rows.shape[:2], keys.shape[1]
     return torch.bmm(rows, keys.transpose(1, 2), out=space[: prod(shape)].view(shape))
 
 
 def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, finite: bool) -> None:
-    """Add weights @ values to `to`. If `finite` is False, values may be infinite: at weight 0 they add 0, at others NaN."""
+    """Add weights @ values to `to`. Unless `finite`, an infinite or NaN value adds 0 where its weight is 0, and NaN elsewhere."""
     if finite:
         to.baddbmm_(weights, values)
         return
@@ -160,34 +165,36 @@ def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, 
 
 
 def _space(q: torch.Tensor, plan: BlockPlan, dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty buffer for the scores of the largest key range, for reuse: fresh memory costs more than the arithmetic."""
+    """Return an empty buffer for the scores of the largest key range."""
+    # Used for all ranges: fresh memory costs more than the arithmetic.
     tile = q.shape[1] * plan.block_q * plan.block_kv
     return q.new_empty(min(max(MAX_SCORES, tile), prod(q.shape[:3]) * plan.kv_len), dtype=dtype)
 
 
 def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor [B, H, T, D] as contiguous [B H, T, D] in `dtype`."""
     return x.to(dtype).contiguous().flatten(0, 1)
 
 
 def _heads(chunk: Chunk, num_heads: int) -> slice:
-    """Return the slice of dim 0, [B H], of `_flat`'s result that holds all heads of the chunk's batch rows."""
     return slice(chunk.rows.start * num_heads, chunk.rows.stop * num_heads)
 
 
 def _take(x: torch.Tensor, chunk: Chunk, num_groups: int) -> torch.Tensor:
-    """Copy a chunk's Tq queries of b batch rows out of `x` [B, H, T, D], into [b G, H / G * Tq, D] with G = `num_groups`."""
+    """Return a copy of a chunk's queries in `x` [B, H, T, D], with the heads divided into `num_groups` groups.
+
+    Returns:
+        [b G, H / G * Tq, D] for b batch rows, G groups and Tq queries.
+    """
     part = x[chunk.rows][:, :, chunk.queries]
     rows, heads, tokens, dim = part.shape
     return part.clone(memory_format=torch.contiguous_format).view(rows * num_groups, heads // num_groups * tokens, dim)
 
 
 def _put(to: torch.Tensor, chunk: Chunk, part: torch.Tensor) -> None:
-    """Write a result for the queries of a chunk into `to`, [B, H, T, D]: the inverse of `_take`."""
     target = to[chunk.rows]
     target[:, :, chunk.queries] = part.view(*target.shape[:2], -1, target.shape[-1]).to(to.dtype)
 
 
 def _finite(*tensors: torch.Tensor) -> bool:
-    """Return whether all values are finite. A sum that overflows counts as not finite, which is slower but correct."""
+    # A sum that overflows counts as not finite, which is slower but correct.
     return all(bool(x.sum().isfinite()) for x in tensors)

@@ -73,7 +73,7 @@ def _visit_keys(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over tiles `begin` to `end` of the list `other` of key tiles, all of class KIND, to a query block's gradient."""
+    """Add dS K of the key tiles `other[begin:end]`, which all have tile class KIND, to `acc`, the gradient of a query block."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)
@@ -175,7 +175,7 @@ def _visit_queries(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q to `dk` and P^T dO to `dv` over tiles `begin` to `end` of the list `other` of query tiles, all of class KIND."""
+    """Add dS^T Q to `dk` and P^T dO to `dv`, over the query tiles `other[begin:end]`, which all have tile class KIND."""
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M
     if KIND == ROW:
         key_bits, key_document, key_scope, key_position = key_facts(kv_words, kv_positions, tl.min(key_rows, 0), kv_len)

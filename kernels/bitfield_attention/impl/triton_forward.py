@@ -68,7 +68,7 @@ def _visit(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles `begin` to `end` of the list `other` of key tiles, all of class KIND, to a query block's running softmax sums."""
+    """Add the key tiles `other[begin:end]`, which all have tile class KIND, to a query block's running softmax sums."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)

@@ -26,7 +26,7 @@ from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, Til
 from mmcompile.kernels.bitfield_attention.masks.words import MaskWords
 
 _SIDE = 64
-"""Number of rows of a head that one program handles in `prepare` and other kernels that compute no scores."""
+"""Number of rows of one head that a Triton program handles in kernels that compute no scores, such as `prepare`."""
 
 
 def forward(
@@ -114,7 +114,7 @@ def backward(
 def _prepare(
     out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-sum-exp L in base 2, delta), float32 [B, H, Tq padded to whole blocks]."""
+    """Return (log-sum-exp in base 2, row sums of dO * O minus `dlse`) of queries, float32 [B, H, Tq padded to whole blocks]."""
     batch, heads, length = lse.shape
     side, padded = min(_SIDE, block), -(-length // block) * block
     shift, delta = lse.new_empty((2, batch, heads, padded))
@@ -162,7 +162,7 @@ def _key_gradients(
 
 
 def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch.Tensor) -> None:
-    """Write sums of the partial gradients in `partial` into `total`, for blocks whose tiles several work items share."""
+    """Sum the partial gradients of blocks whose tiles were split over several work items, and write the sums into `total`."""
     if not len(lists.splits):
         return
     side, (_, heads, length, _) = min(_SIDE, block), total.shape
@@ -173,7 +173,7 @@ def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _KernelCall:
-    """One attention call for the kernels: checks its arguments, and holds them in the memory layout that the kernels read."""
+    """Arguments of one attention call, in the memory layout that the kernels read."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -193,7 +193,6 @@ class _KernelCall:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the compile-time constants that all kernels which compute scores share, by name."""
         sides = {"BLOCK_Q": self.plan.block_q, "BLOCK_KV": self.plan.block_kv}
         return {**sides, **_columns(self.q), "WINDOW": self.plan.window is not None, "PRECISION": precision()}
 
@@ -244,16 +243,13 @@ def _check(
 
 
 def _tiles(kernel: Kernel, call: _KernelCall) -> Config:
-    """Return the shipped configuration of a kernel for a call.
-
-    When interpreted, 16-bit inputs keep their configuration although they are computed in float32.
-    """
+    # The interpreter computes in float32, but with the configuration of 16-bit inputs.
     dtype = torch.bfloat16 if _interpreted() else call.q.dtype
     return config(kernel, call.q.shape[-1], dtype)
 
 
 def _fit(tiles: Config, plan: BlockPlan) -> Config:
-    """Return the configuration with tile sizes reduced to the block sizes of the plan where they are larger."""
+    """Return compile options with tile sides reduced to the block sizes of the plan where they are larger."""
     block_m, block_n = min(tiles.block_m, plan.block_q), min(tiles.block_n, plan.block_kv)
     tiles = replace(tiles, block_m=block_m, block_n=block_n, block_g=min(tiles.block_g, plan.block_q, plan.block_kv))
     sides = block_m, block_n, tiles.block_g
@@ -268,19 +264,19 @@ def _fit(tiles: Config, plan: BlockPlan) -> Config:
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x` in `dtype`, copied unless its rows begin at multiples of 16 bytes, as loads by tensor descriptor require."""
+    """Return `x` in `dtype` with every row at a multiple of 16 bytes, as tensor descriptors require; copied only if needed."""
     x = x.to(dtype)
     aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride for stride in _strides(x))
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(x: torch.Tensor) -> list[int]:
-    """Return [batch, heads, tokens] strides in elements; 16 for a dim of size 1, whose stride does not matter."""
+    # The stride of a dim of size 1 does not matter: 16 passes as aligned.
     return [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
 
 
 def _descriptors(rows: int, *tensors: torch.Tensor) -> list[Any]:
-    """Return descriptors of [B, heads, T, D] tensors that load [rows, BLOCK_D] tiles of a head, with zeros outside."""
+    """Return Triton descriptors of tensors [B, heads, T, D], which load tiles [rows, BLOCK_D] of a head, zeros outside."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block = [1, 1, rows, block_d(tensors[0].shape[-1])]
@@ -307,8 +303,7 @@ def _grid(work: torch.Tensor, parts: int, heads: int) -> tuple[int]:
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a kernel stores: in the interpreter float32, because it rounds wrongly to 16 bits."""
-    return torch.float32 if _interpreted() else dtype
+    return torch.float32 if _interpreted() else dtype  # the interpreter rounds wrongly to 16 bits
 
 
 def _interpreted() -> bool:

@@ -122,7 +122,6 @@ def plan_blocks(
 
 
 def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Yield tile classes, uint8 [query blocks, key blocks], of several query blocks at a time, unpacked to a byte each."""
     flat = packed.reshape(-1, packed.shape[-1])
     step = max(1, _CELLS_AT_ONCE // blocks_kv)
     for first in range(0, len(flat), step):
@@ -130,7 +129,6 @@ def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Yield tile classes, uint8 [key blocks, query blocks], of several key blocks of one batch row at a time."""
     blocks_q = packed.shape[1]
     rows = max(1, _CELLS_AT_ONCE // (blocks_q * blocks_kv))
     columns = blocks_kv if rows > 1 else max(4, _CELLS_AT_ONCE // blocks_q // 4 * 4)
@@ -142,7 +140,6 @@ def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _compress(chunks: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bounds int32 [rows, 4], other int32 [tiles]) of `TileLists`, from the classes of every row."""
     bounds, other, begin = [], [], 0
     for classes in chunks:
         cells = np.arange(len(classes) + 1) * classes.shape[1]

@@ -197,7 +197,6 @@ def _check_length(length: int, what: str, where: str) -> None:
 
 
 def _bits(sees: tuple[int, ...] | None, where: str) -> int:
-    """Return the modality bits of text and of the modalities in `sees`; None stands for all modalities."""
     if sees is None:
         return _ALL_MODALITIES
     return sum({_bit(modality, where) for modality in (TEXT, *sees)})

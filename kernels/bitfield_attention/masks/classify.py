@@ -149,7 +149,6 @@ class Masks:
         return np.concatenate(counts, axis=1)[:, : self.blocks_q]
 
     def _chunks(self) -> Iterator[np.ndarray]:
-        """Yield the packed classes in chunks of query blocks: uint8 [batch, query blocks of a chunk, bytes]."""
         batch, rows = self.super_queries["begin"].shape
         columns = self.super_keys["begin"].shape[1]
         step = max(1, _PAIRS_AT_ONCE // (batch * columns))
@@ -165,10 +164,10 @@ class Masks:
         return packed.view(np.uint8)
 
     def _refine_queries(self, packed: np.ndarray, pairs: tuple[np.ndarray, ...], first: int) -> None:
-        """Classify the eight query blocks of superblock pairs against the superblock of keys; refine those still GENERAL.
+        """Classify each query block of superblock pairs with the superblock of keys; refine what is still GENERAL by key block.
 
         Args:
-            packed: uint16 [batch, query blocks, key superblocks], eight 2-bit classes each, written in place.
+            packed: classes, uint16 [batch, query blocks, key superblocks], eight 2-bit classes each, written in place.
             pairs: three index arrays: batch row, query superblock (counted from `first`), key superblock.
             first: index of the first query superblock in `packed`.
         """
@@ -187,10 +186,10 @@ class Masks:
     def _refine_keys(
         self, packed: np.ndarray, places: tuple[np.ndarray, ...], blocks: np.ndarray, supers: np.ndarray
     ) -> None:
-        """Classify single tiles, each of one query block and one of the eight blocks of a key superblock, a few at a time.
+        """Classify the tiles of a query block with each of the eight key blocks of a superblock, for many such places.
 
         Args:
-            packed: uint16 [batch, query blocks, key superblocks], eight 2-bit classes each, written in place.
+            packed: classes, uint16 [batch, query blocks, key superblocks], eight 2-bit classes each, written in place.
             places: three index arrays into `packed`: batch row, query block, key superblock.
             blocks: index of the query block of each place among the blocks of all batch rows.
             supers: index of the key superblock of each place among those of all batch rows.
@@ -206,7 +205,7 @@ _EIGHT = np.arange(_SUPERBLOCK)[:, None]
 
 
 def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.ndarray:
-    """Return the `TileClass`, uint8, of pairs (query block, key block), broadcast; GENERAL where summaries cannot decide."""
+    """Return the `TileClass` of pairs of a query block and a key block, uint8; GENERAL where their summaries cannot decide it."""
     islands = (queries["first_island"] <= keys["last_island"]) & (keys["first_island"] <= queries["last_island"])
     some = (queries["first_document"] <= keys["last_document"]) & (keys["first_document"] <= queries["last_document"])
     some &= (queries["causal_any_of"] & keys["any_of"]) != 0
@@ -231,7 +230,7 @@ def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.nda
 
 
 def _as_queries(blocks: Summaries) -> Summaries:
-    """Return summaries of query blocks for `_classify`; `document` and `island` are a block's only id, 0 if it has several."""
+    # A block with several documents (or islands) has id 0 here and -1 as keys, so that it equals no other block.
     taken = ("first_document", "last_document", "first_island", "last_island", "begin", "end")
     causal = ("causal_begin", "causal_end", "causal_any_of", "causal_each_of")
     return {name: blocks[name] for name in (*taken, *causal)} | {
@@ -242,7 +241,6 @@ def _as_queries(blocks: Summaries) -> Summaries:
 
 
 def _as_keys(blocks: Summaries) -> Summaries:
-    """Return the summaries of key blocks that `_classify` reads; mixed documents and islands are -1, unequal to any query's."""
     one_document = (blocks["least_document"] == blocks["last_document"]) & (blocks["last_document"] != 0)
     one_island = (blocks["least_island"] == blocks["last_island"]) & (blocks["last_island"] != 0)
     taken = ("first_document", "last_document", "first_island", "last_island", "begin", "end", "any_of", "each_of")

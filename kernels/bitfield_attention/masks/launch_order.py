@@ -13,7 +13,7 @@ PARTIAL_COST = 2.0
 CAPS = (8, 16, 32, 64, 128, 256, 512)
 """Maximum numbers of tiles per item that `best_cap` tries."""
 _TOLERANCE = 0.05
-"""Relative excess over the ideal time (equal work per program) up to which `best_cap` does not split lists."""
+"""Excess of a launch's time over the ideal time (equal work per program), as a fraction, up to which lists are not split."""
 
 
 def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -74,10 +74,13 @@ def _split_costs(tiles: np.ndarray, cap: int) -> np.ndarray:
 
 
 def _makespan(costs: np.ndarray, programs: int, heads: int) -> float:
-    """Return the finish time, in tile times, of items that take `costs` tile times and start longest first, each once per head.
+    """Return the time in which a launch is done, in units of the time of one tile; items start longest first.
 
-    Items are given to programs in rounds: one item to each program, the longest to the least loaded one. Items
-    shorter than 1 % of the ideal time fill the programs evenly.
+    Items are given to programs in rounds: one item to each program, the longest to the least loaded one. Items shorter than 1 %
+    of the ideal time fill the programs evenly.
+
+    Args:
+        costs: time of each item, float64 [items]; every head runs all items.
     """
     costs = np.repeat(np.sort(costs)[::-1], heads)
     total = costs.sum()

@@ -65,10 +65,10 @@ def _take(arrays: tuple[np.ndarray, ...], where: np.ndarray) -> tuple[np.ndarray
 
 
 def _causal_pairs(query: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...], window: int | None) -> int:
-    """Count pairs of equal group (document or island) whose key is not later, is in the window, and shares a modality bit.
+    """Count (query, key) pairs with equal group id in which the key is not later, is in the window, and shares a modality bit.
 
     Args:
-        query, key: (group id, word, position), each with one entry per token.
+        query, key: (group id, word, position), each with one entry per token; a group is a document or an island.
         window: causal reach in tokens, or None.
     """
     (group, words, positions), (kv_group, kv_words, kv_positions) = query, key

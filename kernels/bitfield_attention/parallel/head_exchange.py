@@ -15,7 +15,7 @@ import torch
 from mmcompile.kernels.process_groups import Channel, Transfer
 
 _SUM_BUFFERS = 3
-"""Number of send buffers for sums: one being written, and two whose messages may still be in flight."""
+"""Number of buffers for gradients to be summed: one being written, and two that may still be in transfer."""
 
 
 def gathered_heads(
@@ -90,7 +90,6 @@ class KeySums:
 
 
 def _message_size(k: torch.Tensor, v: torch.Tensor, heads: int) -> int:
-    """Return the number of elements in one rank's message of `heads` heads."""
     return k.shape[0] * heads * k.shape[2] * (k.shape[-1] + v.shape[-1])
 
 
@@ -104,11 +103,10 @@ def _packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, space: torch.T
 
 
 def _unpacked(message: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (keys, values) in a message, as views: the inverse of `_packed`."""
+    """Return (keys [B, heads, T, D], values [B, heads, T, Dv]) as views of a message [T, B, heads, D + Dv]; D is `dim`."""
     heads = message.permute(1, 2, 0, 3)
     return heads[..., :dim], heads[..., dim:]
 
 
 def _view(space: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a view in `shape` of the first elements of a flat tensor."""
     return space[: prod(shape)].view(shape)

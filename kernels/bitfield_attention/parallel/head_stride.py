@@ -89,7 +89,6 @@ def attention_s(call: RankAttention, rates: AttentionRates, head_stride: int) ->
 
 
 def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> float:
-    """Return the seconds of one forward launch of attention over `head_stride` heads."""
     heads = head_stride * call.num_heads // call.num_kv_heads
     tile_s = 4 * call.block**2 * call.head_dim * rates.programs / rates.flops_per_s
     tiles = np.asarray(call.tiles, dtype=np.float64)
@@ -97,14 +96,7 @@ def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> 
 
 
 def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
-    """Return the finish time of one launch, as a number of tile times.
-
-    Args:
-        tiles: [blocks] number of tiles of each block of queries.
-        cap: maximum number of tiles in a work item; longer lists are split.
-        heads: number of heads, each of which runs all blocks.
-        programs: number of items in flight at a time.
-    """
+    """Return the time from start to end of one kernel launch, in units of the time of one tile."""
     pieces = np.maximum(1, np.ceil(tiles / cap))
     items = tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1)
     return float(heads * (pieces * items).sum() / programs + items.max(initial=0) * (1 - 1 / programs))

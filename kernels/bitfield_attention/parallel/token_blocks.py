@@ -29,10 +29,10 @@ _MIN_BLOCK = 16
 """Minimum number of tokens in a block: the shortest dim of a tensor-core tile."""
 _MIN_BLOCKS_PER_RANK = 4
 _TARGET_BALANCE = 1.004
-"""Maximum over mean of ranks' work at which LPT is not refined any more."""
+"""Ratio of the largest to the mean work of ranks at which the assignment of blocks is good enough."""
 _SPLITS_PER_RANK = 4
 _PAIRED_BLOCKS = 7
-"""Number of blocks that each of two ranks gives up to be shared out anew: 14 blocks can be halved in 3432 ways."""
+"""Number of blocks that each of two ranks gives up to share them out again: 14 blocks can be halved in 3432 ways."""
 _FREE = -1
 
 
@@ -99,10 +99,10 @@ def token_index(blocks: Tensor, tokens: int, block: int) -> Tensor:
 
 
 def _lpt(work: np.ndarray, ranks: int) -> np.ndarray:
-    """Assign blocks in descending work, each to the rank with the least work so far among those that lack blocks.
+    """Assign the same number of blocks to every rank: by descending work, each to the least loaded rank that may still take one.
 
     Returns:
-        Blocks of each rank, int64 [ranks, blocks per rank].
+        Block indices of each rank, int64 [ranks, blocks per rank].
     """
     order = np.argsort(-work, kind="stable")
     # One integer holds work and rank, so that the heap compares no tuples.
@@ -122,9 +122,9 @@ def _lpt(work: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _evened(work: np.ndarray, owned: np.ndarray) -> np.ndarray:
-    """Redistribute blocks between the rank with the most work and a rank with little, until balanced or no pair gains.
+    """Exchange blocks between the rank with the most work and one with little, until work is even or no exchange helps.
 
-    With equal counts, LPT has no small blocks left to balance the last large ones; this matters with few blocks per rank.
+    LPT alone ends uneven with few blocks per rank, as it has no small blocks left to balance the last large ones.
     """
     load = work[owned].sum(1)
     ranks, total = len(owned), int(load.sum())
@@ -145,7 +145,7 @@ def _evened(work: np.ndarray, owned: np.ndarray) -> np.ndarray:
 
 
 def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Share out a few blocks of two ranks anew, as evenly as possible by work; no rank's number of blocks changes.
+    """Share out a few blocks of two ranks again, as evenly as possible by work; no rank's number of blocks changes.
 
     Args:
         work: work of every block.
@@ -171,7 +171,6 @@ def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> 
 
 
 def _spaced(blocks: np.ndarray, work: np.ndarray, few: int) -> np.ndarray:
-    """Return `few` positions in `blocks`, whose blocks are evenly spaced in the order by work, from the least to the most."""
     return np.argsort(work[blocks], kind="stable")[np.linspace(0, len(blocks) - 1, few).astype(np.int64)]
 
 

@@ -75,5 +75,4 @@ unshard_tokens.register_autograd(_unshard_backward, setup_context=_save)
 
 
 def _free(index: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-    """Return bool, True where `index` is -1 (a row without a token): rows along `dim`, size 1 along the other `ndim` - 1 dims."""
     return (index < 0).view([-1 if d == dim % ndim else 1 for d in range(ndim)])

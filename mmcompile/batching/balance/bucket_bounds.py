@@ -7,7 +7,7 @@ import numpy as np
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 
 _UNIT_DIVISORS = 8
-"""Largest n for which it is tested whether all weights are multiples of (smallest weight above 0) / n."""
+"""Largest n tried in the search for a common unit of all weights, which is (smallest weight above 0) / n."""
 
 
 def lower_bound(weights: np.ndarray, num_bins: int) -> float:

@@ -68,7 +68,7 @@ class Joint(Balancer):
         return best.bucket
 
     def _memories(self, costs: SampleCosts, grid: Grid) -> list[np.ndarray]:
-        """Return samples' memory as a fraction of a bucket's limit: float64 [1, samples] for each component with a limit."""
+        """Return each sample's memory as a fraction of a bucket's limit: float64 [1, samples] for each component with a limit."""
         rows = []
         for name, limit in self.memory_limits.items():
             if name not in costs.components or costs.memory_bytes is None:
@@ -107,10 +107,9 @@ def _refined(shares: np.ndarray, num_times: int, weights: np.ndarray, num_bucket
 
 
 def _dealt(times: np.ndarray, bucket: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Deal buckets by load to replicas 0 to n, then n to 0, and so on; order those of each replica to hide encoder time.
+    """Assign buckets to replicas, and order those of each; return (replica, microbatch) of each sample, int64 [samples].
 
-    Returns:
-        Replica and microbatch of each sample, int64 [samples] each.
+    Buckets go by descending load to replicas 0 to n, then n to 0, and so on. The order in a replica hides encoder time.
     """
     total = np.bincount(bucket, weights=times.max(axis=0), minlength=grid.num_buckets)
     by_total = np.argsort(-total, kind="stable").reshape(grid.num_microbatches, grid.num_replicas[-1])

@@ -33,13 +33,13 @@ from mmcompile.batching.balance.bucket_bounds import pipelined
 from mmcompile.errors import ConfigError
 
 _LEAST_NOISE = 0.01
-"""Least relative scatter assumed for measured seconds."""
+"""Lower limit of the assumed relative standard deviation of measured seconds."""
 
 _OUTLIER = 3.0
 """Number of standard deviations beyond which a measurement is clipped."""
 
 _LARGEST_FACTOR = 32.0
-"""Upper bound of a bucket's factor relative to its component's common ratio; the lower bound is its inverse."""
+"""Upper limit of the factor learned for a shape bucket; the lower limit is its inverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,9 +173,10 @@ class Corrector:
         return CorrectionReport(on=self.on, reason=reason, benefit_s=benefit_s, cost_s=cost_s)
 
     def _saved(self, costs: SampleCosts, grid: Grid) -> float:
-        """Return the seconds by which correction shortens a step of these samples, judged before learning from that step."""
+        """Return the seconds that correction saves in a step with these samples, negative if it makes the step slower."""
         if not all(self._halves):
             return 0.0
+        # A step planned by the ratios of one learner is timed by the other, so that noise does not count.
         turn = self._num_steps % 2
         taught, judge = _corrected(costs, self._halves[turn]), _corrected(costs, self._halves[1 - turn])
         without, corrected = self._balancer.assign(costs, grid), self._balancer.assign(taught, grid)
@@ -186,7 +187,6 @@ class Corrector:
             learned.setdefault(name, _Learned(self._settings)).learn(evidence)
 
     def _judge(self) -> None:
-        """Compare benefit with cost at the end of a window, and switch the correction off if it does not pay."""
         benefit_s, cost_s = float(np.mean(self._saved_s)), float(np.mean(self._spent_s))
         self._verdict = (benefit_s, cost_s)
         self._reason = f"saved {benefit_s:.3g} s a step, cost {cost_s:.3g} s, over {len(self._saved_s)} steps"
@@ -200,7 +200,7 @@ class _Evidence:
     """Measured ratios of one component in one step, and the shape buckets that make up each microbatch."""
 
     keys: np.ndarray
-    """Shape buckets in the step, int64 [buckets], ascending."""
+    """Numbers of the shape buckets that occur in the step, int64 [buckets], ascending."""
     shares: np.ndarray
     """Fraction of each microbatch's predicted cost in each shape bucket, float64 [microbatches, buckets]; rows sum to 1."""
     ratios: np.ndarray
@@ -221,7 +221,6 @@ class _Learned:
         self._moment = np.zeros(0)
 
     def corrected(self, costs: np.ndarray) -> np.ndarray:
-        """Return predicted costs [samples] multiplied by the learned ratios."""
         return costs * self.scale * self._factors_of(_keys(costs, self._settings))
 
     def learn(self, evidence: _Evidence) -> None:
@@ -239,7 +238,7 @@ class _Learned:
         self._factors = self._solve()
 
     def _clipped(self, surprise: np.ndarray) -> np.ndarray:
-        """Return `surprise`, log ratios of measured to expected seconds, clipped around its median; update the noise estimate."""
+        """Return log ratios of measured to expected seconds, clipped around their median; update the noise estimate."""
         middle = float(np.median(surprise))
         deviation = 1.4826 * float(np.median(np.abs(surprise - middle)))  # of a normal distribution
         self._noise = _mixed(self._noise, deviation, self._settings.memory)
@@ -247,14 +246,12 @@ class _Learned:
         return np.clip(surprise, middle - limit, middle + limit)
 
     def _factors_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the factor of each bucket, float64 [buckets]; 1 for buckets never seen."""
         if not len(self._keys):
             return np.ones(len(keys))
         position = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[position] == keys, self._factors[position], 1.0)
 
     def _grow(self, keys: np.ndarray) -> None:
-        """Add a row and a column to the normal equations for each shape bucket in `keys` that was not seen before."""
         together = np.union1d(self._keys, keys)
         kept = np.searchsorted(together, self._keys)
         gram, moment, factors = np.zeros((len(together),) * 2), np.zeros(len(together)), np.ones(len(together))
@@ -262,9 +259,10 @@ class _Learned:
         self._keys, self._gram, self._moment, self._factors = together, gram, moment, factors
 
     def _solve(self) -> np.ndarray:
-        """Return the bucket factors f >= 0 that minimize |shares f - ratios / scale|^2 + prior |f - 1|^2 (normal equations).
+        """Return the factors f of all shape buckets by least squares over past measurements, float64 [buckets].
 
-        With prior = (noise / spread)^2 this is the most likely f if noise and factors are normally distributed.
+        They minimize |shares f - ratios / scale|^2 + prior |f - 1|^2 under f >= 0. With prior = (noise / spread)^2, this is the
+        most likely f if noise and factors are normally distributed.
         """
         prior = (max(self._noise, _LEAST_NOISE) / self._settings.spread) ** 2
         lower = np.linalg.cholesky(self._gram + prior * np.eye(len(self._keys)))
@@ -274,7 +272,6 @@ class _Learned:
 
 
 def _mixed(old: float, new: float, memory: float) -> float:
-    """Return memory * old + (1 - memory) * new, an exponential moving average; `new` if `old` is nan."""
     return new if math.isnan(old) else memory * old + (1 - memory) * new
 
 
@@ -303,7 +300,7 @@ def _evidence(buckets: np.ndarray, costs: np.ndarray, seconds: np.ndarray, setti
 
 
 def _corrected(costs: SampleCosts, learned: Mapping[str, _Learned]) -> SampleCosts:
-    """Return costs times the learned ratios; components not in `learned` are scaled by the geometric mean of the others."""
+    """Return costs times the ratios learned for their component; other components take the geometric mean of all ratios."""
     common = math.exp(float(np.mean([math.log(component.scale) for component in learned.values()])))
     rows = [
         learned[name].corrected(row) if name in learned else row * common

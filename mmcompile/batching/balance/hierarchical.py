@@ -66,7 +66,15 @@ class Hierarchical(Balancer):
         return assignment_of(costs, grid, replicas, [*[early] * last, late])
 
     def _replica(self, encoder: np.ndarray, language: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (encoder, language-model) microbatch of a replica's samples, int64 [samples], below `most`, in run order."""
+        """Assign the samples of one replica to microbatches, numbered in run order.
+
+        Args:
+            encoder, language: work of each sample in the encoders and in the language model, float64 [samples].
+            most: maximum number of microbatches.
+
+        Returns:
+            (microbatch of each sample in the encoders, in the language model), int64 [samples] each.
+        """
         count = effective_microbatches(encoder, most)
         early = stratified(encoder, language, count)
         if self.defer is Defer.NONE:

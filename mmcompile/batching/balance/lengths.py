@@ -49,9 +49,10 @@ def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _least_batches(ascending: list[int], bound: int, most: int) -> list[int] | None:
-    """Cut `ascending` lengths into longest runs of at most `bound` padded tokens; return their ends, None if more than `most`.
+    """Cut ascending lengths into runs, each the longest with at most `bound` padded tokens: number of sequences * largest length.
 
-    A later run has longer sequences, and so never more of them: the search for its size starts at the size before.
+    Returns:
+        End index of each run; None if there are more than `most` runs.
     """
     count = len(ascending)
     size = bisect_right(range(1, count + 1), bound, key=lambda size: size * ascending[size - 1])
@@ -60,6 +61,7 @@ def _least_batches(ascending: list[int], bound: int, most: int) -> list[int] | N
     while start < count:
         if len(ends) == most:
             return None
+        # A later run has longer sequences and so never more of them: the search starts at the size before.
         size = min(size, count - start)
         while size * ascending[start + size - 1] > bound:
             size -= 1
@@ -121,7 +123,7 @@ def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _spread_runs(order: np.ndarray, ends: list[int]) -> np.ndarray:
-    """Return bin i for the samples in `order` from ends[i] to ends[i + 1], and -1 for those after the last: int64 [samples]."""
+    """Return the bin of each sample, int64 [samples]: i for samples `order[ends[i] : ends[i + 1]]`, -1 for those in no bin."""
     bins = np.full(len(order), -1, dtype=np.int64)
     for index, (start, end) in enumerate(pairwise(ends)):
         bins[order[start:end]] = index

@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 
 _MIN_ROUND = 96
-"""Least number of samples placed at once for which a vectorized round is worth it."""
+"""Least number of samples to place at once for which NumPy operations are faster than one sample at a time."""
 
 
 def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> np.ndarray:
@@ -57,7 +57,17 @@ def place_in_order(
 
 
 def _round(loads: np.ndarray, weights: np.ndarray, bins: np.ndarray, done: int) -> int:
-    """Place samples from `done` on, one per bin by ascending load, until a bin used here is lightest; return how many."""
+    """Place the next samples, at most one in each bin, for as long as that equals placing them one at a time.
+
+    Args:
+        loads: load of each bin, updated in place.
+        weights: weights of all samples in order of placement, float64 [samples].
+        bins: bin of each sample in this order, written in place.
+        done: number of samples placed before.
+
+    Returns:
+        Number of samples placed.
+    """
     lightest = np.argsort(loads, kind="stable")[: len(weights) - done]
     sums = loads[lightest]
     after = sums + weights[done : done + len(lightest)]

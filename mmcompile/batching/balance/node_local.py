@@ -60,9 +60,9 @@ class NodeLocal(Balancer):
 
 
 def _even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return the node of each sample, int64 [samples]: its home node, unless that node's load exceeds the mean.
+    """Return the node of each sample, int64 [samples]: its `home`, the node where it arrived, unless that has too much load.
 
-    An overloaded node gives away samples that fit into its excess, heaviest first; they go to the lightest nodes.
+    A node with more than the mean load gives away the excess, heaviest samples first; they go to the lightest nodes.
     """
     node = home.astype(np.int64)
     excess = np.bincount(home, weights=weights, minlength=num_nodes) - weights.sum() / num_nodes
@@ -80,7 +80,7 @@ def _even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.nda
 
 
 def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) -> np.ndarray:
-    """Run LPT inside every node, all at once; return each sample's rank within its node, int64 [samples]."""
+    """Return each sample's rank in its node, int64 [samples]: the heaviest sample left goes to the node's least loaded rank."""
     order = np.lexsort((-weights, node))
     counts = np.bincount(node)
     position = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -98,7 +98,7 @@ def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) ->
 
 
 def _fitting(weights: np.ndarray, members: np.ndarray, excess: float) -> np.ndarray:
-    """Return samples of `members` that weigh at most `excess` in all: from the heaviest on, each is taken if it still fits."""
+    """Return samples of `members` with a total weight of at most `excess`: from the heaviest on, each that still fits."""
     members = members[(weights[members] > 0) & (weights[members] <= excess)]
     members = members[np.argsort(-weights[members], kind="stable")]
     ascending = -weights[members]

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 _SPARE = 3
-"""Number of dummy samples of weight 0 in the fullest bucket, more in others: exchanging a sample with a dummy moves it."""
+"""Number of dummy samples of weight 0 in the bucket with most samples. Exchanging a sample for a dummy moves the sample."""
 _LEAST_GAIN = 1e-12
 OVER = 100.0
 """Factor that ranks buckets over their memory limit first: their height is this times the memory share, not a relative time."""
@@ -89,13 +89,12 @@ class Buckets:
         return height
 
     def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (heavy buckets, a partner of each in `others`), with low mean loads of pairs; `failed` is a penalty by pair."""
         halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
         rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
         return heavy[rows], others[columns]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
-        """Exchange one sample in each pair of buckets if that lowers the pair's height; return where it did, bool [pairs]."""
+        """Exchange one sample between the buckets of each pair if that lowers the larger height; return where, bool [pairs]."""
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(
@@ -115,5 +114,5 @@ class Buckets:
 
 
 def _largest(columns: np.ndarray) -> np.ndarray:
-    """Return `columns.max(axis=0)`, several times as fast where there are few columns."""
+    # Several times as fast as columns.max(axis=0) where there are few columns.
     return reduce(np.maximum, columns)

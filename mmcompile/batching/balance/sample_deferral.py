@@ -77,11 +77,15 @@ def pairwise_deferral(microbatches: Sequence[np.ndarray], *, everywhere: bool = 
 
 
 def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, threshold: float) -> np.ndarray:
-    """Match rows to columns with the least sum of squared times, none above `threshold`; return each row's column, int64 [rows].
+    """Match overloaded microbatches (rows) to underloaded ones (columns) so that times after deferral are even: least squares.
 
     Args:
-        over, under: work of the overloaded microbatches (rows) and of the underloaded ones (columns).
-        handed: work that a row defers to a column, float64 [rows, columns].
+        over, under: work of the overloaded and of the underloaded microbatches, float64 [rows] and [columns].
+        handed: work that a row would defer to a column, float64 [rows, columns].
+        threshold: largest time allowed in a microbatch.
+
+    Returns:
+        Column of each row, int64 [rows].
     """
     rows, columns = over[:, None] - handed, under + handed
     late = np.maximum(rows, columns) > threshold
@@ -156,7 +160,16 @@ def bottleneck_match(paired: np.ndarray, alone: np.ndarray) -> tuple[float, np.n
 
 
 def _match(paired: np.ndarray, alone: np.ndarray, threshold: float) -> np.ndarray | None:
-    """Return the column of each critical row (`alone` > threshold), int64 [rows], -1 for the rest; None if not all have one."""
+    """Match every critical row (`alone` above `threshold`) to a column of its own with which `paired` is at most `threshold`.
+
+    Args:
+        paired: time of the slower microbatch of an overloaded one (row) that defers samples to an underloaded one (column),
+            float64 [rows, rows].
+        alone: time of each overloaded microbatch if it defers no samples, float64 [rows].
+
+    Returns:
+        Column of each critical row, and -1 for the other rows, int64 [rows]; None if there is no such matching.
+    """
     critical = np.flatnonzero(alone > threshold)
     partner = np.full(len(alone), -1, dtype=np.int64)
     if len(critical):

@@ -128,13 +128,13 @@ def step_time(shape: StepShape) -> StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Microbatches of one component in all replicas. A microbatch is one integer, its unit: replica * `span` + unit number."""
+    """Microbatches of one component in all replicas, each identified by the integer replica * `span` + number in the replica."""
 
     span: int
     of_sample: np.ndarray
-    """Unit of each sample, int64 [samples]; -1 if the sample has no work."""
+    """Integer of each sample's microbatch, int64 [samples]; -1 if the sample has no work in the component."""
     present: Sequence[int]
-    """Units that have samples, ascending."""
+    """Integers of the microbatches that have samples, ascending."""
 
 
 def _parts(assignment: Assignment) -> list[_Parts]:
@@ -195,7 +195,7 @@ def step_units(
 
 
 def _backwards(shape: StepShape) -> dict[str, list[bool]]:
-    """Return component -> bool per stage: True if it runs a backward, as it or an earlier stage that feeds it is trained."""
+    """Return component -> list with True for each stage that runs a backward: it, or a stage that feeds it, is trained."""
     found: dict[str, list[bool]] = {}
     for component, shares in shape.stages.items():
         is_last = len(found) + 1 == len(shape.stages)
@@ -211,11 +211,6 @@ def _backwards(shape: StepShape) -> dict[str, list[bool]]:
 def _placed(
     component: str, shape: StepShape, replica: int, num_replicas: int, after: int, first_rank: int
 ) -> Iterator[PlacedStage]:
-    """Yield the placed stages of one replica of a component.
-
-    Args:
-        after: number of stages from the component to the loss.
-    """
     shares = shape.stages[component]
     for index, share in enumerate(shares):
         yield PlacedStage(

@@ -106,7 +106,6 @@ def _place(own: OrderedPass) -> dict[str, Any]:
 
 
 def _run(model: str, config: ModelConfig, example: ExampleConfig, text: str) -> dict[str, Any]:
-    """Capture the model, run the passes that `text` names, and return their order, results and rewrites of the graph as text."""
     # The orders above are printed without torch.
     from mmcompile.cli.model import load_captured
     from mmcompile.passes.base import Analysis

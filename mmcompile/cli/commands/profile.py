@@ -28,7 +28,7 @@ from mmcompile.runtime.runtime_probe import probe_runtime
 
 _MEDIA = ("images", "image_size", "audios")
 _LEAST_TEXT = 8
-"""Least number of text tokens of a sample, besides those of its images and sounds."""
+"""Least number of text tokens in a measured sample, in addition to the tokens of its images and sounds."""
 
 
 @with_config
@@ -106,7 +106,6 @@ def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) 
 
 
 def _device(cluster: Cluster, runtime: bool) -> torch.device:
-    """Return the device to measure. Raises ConfigError without CUDA, or with one GPU if `runtime` (messages) is measured."""
     if cluster.is_local:
         return torch.device("cpu")
     if not torch.cuda.is_available():

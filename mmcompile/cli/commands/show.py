@@ -9,7 +9,7 @@ from mmcompile.report.pictures.stage_graph import stage_graph_text
 from mmcompile.report.summary import plan_summary
 
 _MAX_DRAWN = 12
-"""Largest number of stages whose graph is printed; a larger graph is too wide, and is left to `mmcompile stages`."""
+"""Largest number of stages whose graph `mmcompile show` prints; larger graphs are too wide for a terminal."""
 
 
 def show(

@@ -28,7 +28,7 @@ from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience
 
 Emission = Literal["text", "png", "chrome"]
 _OF_A_RUN = ("plan", "trace", "trace_unit", "seed", "emit", "output", "json")
-"""Parameters of the command that have an effect if --trace is given."""
+"""Names of the parameters of `mmcompile simulate` that have an effect together with --trace."""
 
 
 @with_config
@@ -109,7 +109,6 @@ def simulate(
 
 
 def _check(model: str | None, stats: str | None, emit: Emission, output: Path | None, schedule: str | None) -> None:
-    """Raise ConfigError for options of a simulated step that do not go together."""
     if (model is None) != (stats is None):
         raise ConfigError("MODEL and --stats go together: the model says what the samples cost; give both or neither")
     if (emit == "text") != (output is None):
@@ -120,7 +119,6 @@ def _check(model: str | None, stats: str | None, emit: Emission, output: Path | 
 
 
 def _check_trace(context: typer.Context, trace: Path | None, unit: TimeUnit | None, emit: Emission) -> None:
-    """Raise ConfigError for options that have no effect together with --trace, and for --trace-unit without it."""
     if trace is None:
         if unit is not None:
             raise ConfigError("--trace-unit has no effect without --trace; drop it, or give the trace")

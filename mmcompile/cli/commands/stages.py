@@ -83,8 +83,8 @@ def stages(
 
 
 def _is_plan(target: str) -> bool:
-    """Return whether a file is a plan: JSON with a fingerprint; a model's config has a `model_type` instead."""
     path = Path(target)
+    # Every plan has a fingerprint; a model's config has none.
     return path.is_file() and '"fingerprint"' in path.read_text(errors="replace")
 
 

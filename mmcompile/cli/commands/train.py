@@ -154,7 +154,7 @@ def train(
 
 
 def _refuse_elastic(elastic: ElasticConfig, **given: object) -> None:
-    """Raise ConfigError if an option for runs with templates is set: a field of `elastic`, or one in `given` (not None)."""
+    """Raise ConfigError if an option of fault-tolerant runs is set: one of `elastic`, or one in `given` that is not None."""
     typed = {flag(own): getattr(elastic, own.name) != own.default for own in fields(elastic)}
     for option, value in (typed | {f"--{name}": value is not None for name, value in given.items()}).items():
         if value:
@@ -169,7 +169,7 @@ def _planned(
     request: PlanRequest,
     nodes: int | None,
 ) -> tuple[Plan, CapturedModel, Sequence[Sample]]:
-    """Return the plan, read from `path` or made; the model with the batch to capture it on; and the samples in this batch."""
+    """Return (plan, captured model, samples of the captured batch). The plan is read from `path`, or made if that is None."""
     stored = None if path is None else Plan.load(path)
     count = request.num_microbatches or DEFAULT_MICROBATCHES
     if stored is not None:
