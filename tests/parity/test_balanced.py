@@ -92,10 +92,10 @@ class Case:
 _LAYOUTS = ((2, 1), (1, 2), (3, 2), (2, 3))
 """Replicas of the encoder and of the language model."""
 CORE = [
-    Case(encoders=(2, 1), language_model=2, balance="auto"),
     Case(encoders=(2,), language_model=2, balance="post-balance", placement="colocated"),
 ]
 SLOW = [
+    Case(encoders=(2, 1), language_model=2, balance="auto"),
     Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
     Case(family="llava", encoders=(2,), language_model=1, balance=ALL_DEFERRED, num_steps=2),
     Case(encoders=(2,), language_model=1, balance="arrival", stages=2),
