@@ -7,7 +7,8 @@ input gradient, which waits for it.
 
 Schedule zb-h1 computes weight gradients after the backward. In between, a stage holds the inputs of its matrix products and the
 gradients of their results, of one microbatch: 0.7 to 1.2 times the bytes that it would keep without recomputation (measured on
-stages of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there too, `working_bytes` are of one layer, not of the stage.
+stages of LLaVA, Qwen2-Audio and BLIP-2). These bytes are not modelled: under zb-h1 too,
+`working_bytes` (what a layer needs while it computes) count one layer, not all layers of the stage.
 """
 
 from __future__ import annotations

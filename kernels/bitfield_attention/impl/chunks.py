@@ -41,6 +41,8 @@ class Chunk:
 def chunks(plan: BlockPlan, mask: MaskWords, num_heads: int, max_scores: int) -> Iterator[Chunk]:
     """Yield the work of an attention call as chunks, in a fixed order; every query is in one chunk.
 
+    The keys of a chunk are read in ranges of consecutive tiles.
+
     Args:
         plan: block plan of the call.
         mask: words and positions that the plan was made from.

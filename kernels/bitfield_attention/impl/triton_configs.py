@@ -28,7 +28,7 @@ class Config:
     block_n: int
     """Number of keys in a tile."""
     block_g: int
-    """Keys (in `key_gradients` queries) per sub-tile of a GENERAL tile; fewer than in a tile, as its mask takes registers."""
+    """Keys per sub-tile of a GENERAL tile (queries, in the kernel `key_gradients`): fewer than a tile, to save registers."""
     num_warps: int
     num_stages: int
     """Number of tiles in flight: loads run this many tiles ahead."""

@@ -42,7 +42,7 @@ def by_layers(plan: Plan) -> Plan:
 
 
 def layer_name(layer: LayerId) -> str:
-    """Return the stage name of a layer in programs: `language_model.7`."""
+    """Return the name of a layer as a stage of its own: `language_model.7` for layer 7 of the language model."""
     return f"{layer.chain}.{layer.index}"
 
 

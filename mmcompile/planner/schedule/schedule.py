@@ -82,7 +82,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossEdge:
-    """Tensors sent from a unit's stage to a stage of another unit.
+    """Tensors sent from a stage of one `Unit` (a microbatch's work in some of the stages) to a stage of another unit.
 
     The receiving unit's forward slot must not be earlier than the sending one's, and its backward slot must not be later.
     """

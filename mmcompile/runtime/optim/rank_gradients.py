@@ -53,7 +53,7 @@ class RankGradients:
         """Names of all trainable parameters of the model so far, sorted."""
 
     def hold(self, holders: Mapping[str, tuple[int, ...]], updaters: Mapping[str, int]) -> None:
-        """Set which placed stages hold each trainable parameter, and which rank updates it: fields of `Install`."""
+        """Set which stages, by index in the placement, hold each trainable parameter, and the rank that updates it."""
         self._held = {}
         self._updaters = updaters
         self.names = tuple(sorted(holders))

@@ -138,10 +138,10 @@ class _Layer:
         return None if drawing is None else f"{drawing.name} = {op_name(drawing)} draws random numbers"
 
     def compare(self) -> str | None:
-        """Compare ranks and whole layer. Return None if they are equal; else the reason why the layer could not be run.
+        """Compare the ranks with the whole layer. Return None if they are equal, or the reason if the layer could not be run.
 
         Raises:
-            VerifyError: the ranks compute something else.
+            VerifyError: the layer ran, and the ranks computed something else.
         """
         told = ""
         for dtype, least in _DTYPES.items():
