@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from mmcompile.errors import CaptureError
-from mmcompile.ir.compat import FakeTensorMode
+from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode
 from mmcompile.ir.graph import results_of
 
 _SHOWN = 6
@@ -172,6 +172,15 @@ class _OnFakes(fx.Interpreter):
         self.extra_traceback = False
         self.mode = mode
         self.fakes: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except VALUES_NEEDED as error:
+            raise CaptureError(
+                f"the size of {n.target} in {n.meta.get('module_path') or 'the model itself'} depends on values that are not "
+                "known during capture; compute the mask or the count from inputs alone, or mask by multiplication"
+            ) from error
 
     def fetch_attr(self, target: str) -> Any:
         if target not in self.fakes:

@@ -24,6 +24,15 @@ from mmcompile.ir.nodes import VALUE_READ, token_loss
 
 aten = torch.ops.aten
 HOST_PREFIX = "host_"
+_COPIES = (
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.reshape.default,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+)
+"""Ops that return their input in another form; like a view's, such a value is computed on the host at any size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +242,8 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
             args, kwargs = fx.map_arg((args, kwargs), known.__getitem__)
             with torch.no_grad():
                 value = target(*args, **kwargs)
-            if all(_small(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)):
+            leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            if node.target in _COPIES or getattr(node.target, "is_view", False) or all(map(_small, leaves)):
                 known[node] = value
     return known
 

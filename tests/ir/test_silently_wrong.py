@@ -170,6 +170,28 @@ def test_known_values_are_used(read: Callable[[Tensor, Batch], Tensor]) -> None:
     assert_as_eager(Between(read))
 
 
+def test_a_mask_of_a_large_float_input_is_known() -> None:
+    """Idefics leaves out images whose pixels are all 0."""
+    given = batch() | {"pixels": torch.rand(2, 6, 20_000)}
+    given["pixels"][:, 3] = 0
+
+    def between(h: Tensor, inputs: Batch) -> Tensor:
+        rows = inputs["pixels"].view(12, -1)
+        real = (rows == 0.0).sum(-1) != rows.shape[-1]
+        real[0] |= ~torch.any(real)
+        return h + rows[real].mean() + h.repeat(2, 1)[real].sum()
+
+    model = Between(between)
+    assert_as_eager(model, given)
+    other = given | {"pixels": torch.rand(2, 6, 20_000)}
+    assert misfit(model, capture(model, given), other) is Misfit.VALUES_READ
+
+
+def test_a_size_that_depends_on_an_activation_is_refused() -> None:
+    with pytest.raises(CaptureError, match="depends on values that are not known during capture|decision in Python"):
+        capture(Between(lambda h, given: h + h[h > 0].sum()), batch())
+
+
 # Gradients that a graph does not have.
 
 
