@@ -64,6 +64,6 @@ def _line_of(error: Exception) -> str:
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):
             if not frame.filename.startswith((*packages, "<")):
-                found = f" ({frame.filename}:{frame.lineno}: {frame.line})"
+                found = f" ({frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line})"
         cause = cause.__cause__
     return found
