@@ -136,9 +136,10 @@ class _Undecided:
 def _refusal(what: str) -> CaptureError:
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
     own = next((frame for frame in reversed(frames) if "/numpy/" not in frame.filename), frames[-1])
+    where = f"{own.filename.rpartition('site-packages/')[2]}:{own.lineno}: {own.line}"
     return CaptureError(
-        f"{what} that numpy or Python draws, not torch, so a graph would repeat one draw for ever: {own.filename.rpartition('site-packages/')[2]}:{own.lineno}: "
-        f"{own.line}; switch it off in the model's config (apply_spec_augment=False, layerdrop=0), or draw with torch"
+        f"{what} that numpy or Python draws, not torch, so a graph would repeat one draw for ever: {where}; switch it off in the "
+        "model's config (apply_spec_augment=False, layerdrop=0), or draw with torch"
     )
 
 
