@@ -108,7 +108,7 @@ def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
 def _inner_model(model: nn.Module) -> nn.Module:
     """Return the model inside a peft wrapper, whose own forward takes any arguments; another model is returned as it is."""
     inner: Any = getattr(model, "get_base_model", None)
-    return inner() if callable(inner) else model
+    return model if inner is None else inner()
 
 
 def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

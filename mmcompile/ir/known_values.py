@@ -58,7 +58,7 @@ _NUMBERS: dict[Callable[..., Any], dict[int, str]] = {
 }
 """Functions that take tensors where they need numbers -> positions and names of these arguments."""
 NEW = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
-FACTORIES_LIKE = {
+FACTORIES_LIKE: dict[Any, Any] = {
     aten.new_ones.default: aten.ones.default,
     aten.new_zeros.default: aten.zeros.default,
     aten.new_full.default: aten.full.default,

@@ -57,7 +57,7 @@ def _states(model: nn.Module) -> dict[int, tuple[dict[str, Any], dict[str, Any]]
     found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def visit(value: Any, depth: int) -> None:
-        state = getattr(value, "__dict__", None)
+        state: Any = getattr(value, "__dict__", None)
         plain = type(state) is dict and not isinstance(value, (type, torch.Tensor)) and not (depth and callable(value))
         if plain and id(state) not in found:
             found[id(state)] = state, dict(state)
