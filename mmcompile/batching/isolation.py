@@ -49,9 +49,7 @@ def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str,
         return Packing(isolates=False, reason=str(error))
 
     def inputs(values: Mapping[str, Value], order: tuple[int, ...], kept: tuple[int, ...]) -> PackedBatch:
-        known = _tensors(captured, completed(model, values))
-        known |= captured.host.run(known).values
-        return PackedBatch(values=known, order=order, lengths=lengths, kept=kept)
+        return PackedBatch(values=captured.values(completed(model, values)), order=order, lengths=lengths, kept=kept)
 
     others = [inputs(swapped, (1, 0), (0, 1))]
     others += [inputs(_with_other_tokens(batch, lengths, number), (0, 1), (1 - number,)) for number in (0, 1)]
@@ -84,14 +82,9 @@ def _loss_reason(captured: Capture, batch: Mapping[str, Value]) -> str | None:
         return f"the loss of {name} is no sum over tokens: {captured.graph.loss.reason or 'the batch has no labels'}"
     first = torch.full_like(labels, IGNORED_LABEL)
     first[:, 0] = 0
-    if captured.host.run(_tensors(captured, {**batch, "labels": first})).num_tokens:
+    if captured.host.run(captured.given({**batch, "labels": first})).num_tokens:
         return (
             f"the loss of {name} counts the first label of a row, so it does not shift labels, and the first of every document, "
             "which packing leaves out, would be lost"
         )
     return None
-
-
-def _tensors(captured: Capture, batch: Mapping[str, Value]) -> dict[str, Tensor | int]:
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    return {**tensors, **captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})}

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from mmcompile.codegen.source import LayerChoices, layer_names
 from mmcompile.codegen.token_shards import first_shard
 from mmcompile.ir.capture import Capture
@@ -108,9 +106,7 @@ def _check_shards(
     Return one line for each kind of layer that was not checked.
     """
     validated = set() if validated is None else validated
-    given = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    sizes = capture.sizes.size_inputs(capture.sizes.bind(given) or {})
-    values = {**given, **sizes, **capture.host.run({**given, **sizes}).values}
+    values = capture.values(batch)
     if context_parallel > 1:
         values |= first_shard(whole, values, context_parallel)
     found = check_shards(whole, sharded, values, validated)

@@ -32,6 +32,16 @@ class Capture:
     reads: tuple[object, ...]
     """Values that Python read while the batch was captured: the graph holds only for batches with equal values."""
 
+    def given(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int]:
+        """Return the tensors of a flat batch and the sizes in it, by name: what the host program takes."""
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        return {**tensors, **self.sizes.size_inputs(self.sizes.bind(tensors) or {})}
+
+    def values(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int]:
+        """Return what the graph takes for a flat batch that it holds for, by name: tensors, sizes and host values."""
+        given = self.given(batch)
+        return {**given, **self.host.run(given).values}
+
 
 def capture(
     model: nn.Module,
@@ -66,6 +76,7 @@ def capture(
     components, edges = find_structure(trace.module, reference)
     parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    bound = trace.sizes.bind(tensors) or {}
     graph = ModelGraph(
         name=type(model).__name__,
         module=trace.module,
@@ -78,10 +89,9 @@ def capture(
         mode=CaptureMode.SYMBOLIC if trace.sizes.dynamic() else CaptureMode.BUCKET,
         reasons=(*reasons, *_fixed(kept, trace.sizes.dynamic())),
         dynamic=trace.sizes.dynamic(),
-        hints={str(symbol): value for symbol, value in (trace.sizes.bind(tensors) or {}).items()},
+        hints={str(symbol): value for symbol, value in bound.items()},
         num_samples=_num_samples(batch),
     )
-    bound = trace.sizes.bind(tensors) or {}
     reads = trace.host.run({**tensors, **trace.sizes.size_inputs(bound)}).reads
     return Capture(graph=graph, host=trace.host, sizes=trace.sizes, reads=reads)
 
@@ -99,13 +109,11 @@ def verified(model: nn.Module, batch: Mapping[str, Any], found: Capture) -> Grad
             "with weights (on the command line, MODEL as package.module:function returning (model, batch))"
         )
     flat = completed(model, batch)
-    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-    known = {**tensors, **found.sizes.size_inputs(found.sizes.bind(tensors) or {})}
-    known |= found.host.run(known).values
-    inputs = [known[str(node.target)] for node in found.graph.module.graph.nodes if node.op == "placeholder"]
+    values = found.values(flat)
+    inputs = [values[str(node.target)] for node in found.graph.module.graph.nodes if node.op == "placeholder"]
     with without_cache(model) as options:
         difference = gradient_difference(
-            model, lambda: loss_of(model(**options, **flat.arguments(flat))), lambda: found.graph.module(*inputs)
+            model, lambda: loss_of(model(**options, **flat.arguments())), lambda: found.graph.module(*inputs)
         )
     difference.check(torch_dtype(found.graph.main_dtype))
     return difference

@@ -48,7 +48,7 @@ def _eager_error(model: nn.Module, batch: FlatBatch) -> Exception | None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=()), python_state_kept(model), torch.no_grad():
         try:
-            torch.func.functional_call(model, buffers, (), batch.arguments({**batch, **tensors}))
+            torch.func.functional_call(model, buffers, (), batch.arguments(tensors))
         except VALUES_NEEDED:
             return None  # a model without weights, whose Python needs values
         except Exception as error:  # whatever the model's own Python raises

@@ -19,20 +19,11 @@ from torch.utils import _pytree as pytree
 from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op
 from mmcompile.ir.graph import reached
-from mmcompile.ir.known_values import FACTORIES_LIKE, MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, NEW, is_boolean
+from mmcompile.ir.known_values import FACTORIES_LIKE, MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, NEW, is_boolean, is_copy
 from mmcompile.ir.nodes import VALUE_READ, token_loss
 
 aten = torch.ops.aten
 HOST_PREFIX = "host_"
-_COPIES = (
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.reshape.default,
-    aten.to.device,
-    aten.to.dtype,
-    aten.to.dtype_layout,
-)
-"""Ops that return their input in another form; like a view's, such a value is computed on the host at any size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +73,7 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor 
     graph = module.graph
     known = _evaluate(module, batch)
     _concrete_mask_indices(graph, known)
-    reads = [node for node in graph.nodes if node.target is VALUE_READ or (_reads_value(node) and node in known)]
+    reads = [node for node in graph.nodes if node.target is VALUE_READ or (reads_value(node) and node in known)]
     dynamic = [node for node in graph.nodes if isinstance(known.get(node), torch.Tensor) and has_dynamic_shape(node)]
     labels = [node.args[1] for node in graph.nodes if node.target is token_loss and node.args[1] in known]
     host, inputs = _extract(module, reads, dynamic, labels)
@@ -211,8 +202,10 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     return roots
 
 
-def _reads_value(node: fx.Node) -> bool:
-    return node.op == "call_function" and torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+def reads_value(node: fx.Node) -> bool:
+    """Return True for a node with which Python read a value: our mark of a read, or an op whose result is a number."""
+    dependent = torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+    return node.target is VALUE_READ or node.op == "call_function" and dependent
 
 
 def has_dynamic_shape(node: fx.Node) -> bool:
@@ -243,7 +236,7 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
             with torch.no_grad():
                 value = target(*args, **kwargs)
             leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-            if node.target in _COPIES or getattr(node.target, "is_view", False) or all(map(_small, leaves)):
+            if is_copy(node.target) or all(map(_small, leaves)):
                 known[node] = value
     return known
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class FlatBatch(dict[str, Any]):
             flat |= zip(names, (leaf for _, leaf in leaves), strict=True)
         super().__init__(flat)
 
-    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's arguments from values by flat name: nested as the batch was."""
+    def arguments(self, other: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """Return a model's arguments, nested as the batch was; `other` has values, by flat name, to use in place of its own."""
+        values = {**self, **other}
         inner = {name for _, names in self.nested.values() for name in names}
         found = {name: value for name, value in values.items() if name not in inner}
         for name, (structure, names) in self.nested.items():

@@ -70,6 +70,11 @@ FACTORIES_LIKE: dict[Any, Any] = {
 _COPIES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 
 
+def is_copy(op: Any) -> bool:
+    """Return True for an op whose result has the values of its input: known at any size if the input is."""
+    return getattr(op, "is_view", False) or op in _COPIES
+
+
 def is_boolean(value: object) -> bool:
     """Return True if a value is a boolean (or uint8) tensor, which indexes as a mask."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
@@ -241,7 +246,7 @@ class _KnownDispatch(TorchDispatchMode):
             return False
         if out.is_floating_point() or out.is_complex():
             # Beyond the limit only copies of inputs stay known, so that tests like `(pixels == 0).all()` have an answer.
-            return num_elements <= MAX_KNOWN_FLOATS or (bool(inputs) and (func.is_view or func in _COPIES))
+            return num_elements <= MAX_KNOWN_FLOATS or (bool(inputs) and is_copy(func))
         return True
 
 

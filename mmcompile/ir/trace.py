@@ -25,11 +25,11 @@ from mmcompile.ir.compat import (
 from mmcompile.ir.functional import NO_GRAD, functionalize
 from mmcompile.ir.gradient_proof import check_trained, trained_by
 from mmcompile.ir.graph import LossInfo, results_of
-from mmcompile.ir.host_shapes import HostProgram, attribute, has_dynamic_shape, split_host_program
+from mmcompile.ir.host_shapes import HostProgram, attribute, has_dynamic_shape, reads_value, split_host_program
 from mmcompile.ir.implementations import packed_towers, traceable_experts
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.known_values import KnownValues, known_values
-from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
+from mmcompile.ir.nodes import merge_features, token_loss
 from mmcompile.ir.sizes import Sizes, take_sizes
 from mmcompile.ir.tracing_context import no_python_randomness, python_state_kept, quiet_export, without_cache
 
@@ -56,9 +56,7 @@ class Trace:
     """A captured training step: no op works in place, and Python reads no value in it."""
 
     module: fx.GraphModule = field(repr=False)
-    """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
-    input_names: tuple[str, ...]
-    """Names of the graph's inputs: batch tensors first, then host values."""
+    """Batch tensors, then sizes and host values -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
     host: HostProgram
     sizes: Sizes = field(repr=False)
     loss: LossInfo
@@ -68,8 +66,8 @@ class _LossOnly(nn.Module):
     """Wrapper module whose forward takes tensor inputs by name, calls the model's forward and returns only the loss.
 
     Args:
-        batch: real value of each tensor input.
-        arguments: function (tensor inputs by name) -> all arguments of the model's forward.
+        batch: real value of each tensor input, and plain values, which are fixed.
+        options: further arguments of the model's forward.
         on_trace: called after a traced forward with the names of the parameters that get a gradient from it. A callback,
             because export removes attributes that a forward sets.
     """
@@ -77,29 +75,32 @@ class _LossOnly(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        batch: Mapping[str, torch.Tensor],
-        arguments: Callable[[Mapping[str, torch.Tensor]], dict[str, Any]],
+        batch: FlatBatch,
+        options: Mapping[str, Any],
         on_trace: Callable[[frozenset[str]], None],
     ) -> None:
         super().__init__()
         self.model = model
         self._batch = batch
-        self._arguments = arguments
+        self._options = options
         self._on_trace = on_trace
-        names = list(batch)
+        names = [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
         self.forward = _named_forward(self._run, names)
 
     def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
         if not any(isinstance(value, FakeTensor) for value in inputs.values()):
-            return loss_of(self.model(**self._arguments(inputs)))
+            return self._loss(inputs)
         known = KnownValues()
         for name, value in inputs.items():
             if isinstance(value, FakeTensor):
                 known.learn(value, self._batch[name])
         with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(), known_values(known):
-            loss = loss_of(self.model(**self._arguments(inputs)))
+            loss = self._loss(inputs)
         self._on_trace(trained_by(loss, dict(self.model.named_parameters())))
         return loss
+
+    def _loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return loss_of(self.model(**self._options, **self._batch.arguments(inputs)))
 
 
 def _named_forward(run: Any, names: list[str]) -> Any:
@@ -149,11 +150,9 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
     """
     # Copies, as export leaves marks on the tensors it is given, with which a later capture of them would fail.
     tensors = {name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
     with without_cache(model) as options, python_state_kept(model):
         trained: list[frozenset[str]] = []
-        arguments = lambda given: {**options, **batch.arguments({**fixed, **given})}  # noqa: E731
-        wrapper = _LossOnly(model, tensors, arguments, trained.append)
+        wrapper = _LossOnly(model, batch, options, trained.append)
         mode = fake_mode_of(model)
         inputs = (
             {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
@@ -178,8 +177,7 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
     module.graph.lint()
     module.recompile()
     check_trained(module, trained[-1])
-    names = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
-    return Trace(module=module, input_names=names, host=host, sizes=sizes, loss=loss)
+    return Trace(module=module, host=host, sizes=sizes, loss=loss)
 
 
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
@@ -345,15 +343,10 @@ def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
             or node.op == "get_attr"
             or any(name in str(node.target) for name in _ASSERTIONS)
             or not _updates_buffer(node)
-            and not (keep_reads and _reads_value(node))
+            and not (keep_reads and (reads_value(node) or has_dynamic_shape(node)))
         ):
             graph.erase_node(node)
 
 
 def _updates_buffer(node: fx.Node) -> bool:
     return is_mutating_op(node.target) and isinstance(node.args[0], fx.Node)
-
-
-def _reads_value(node: fx.Node) -> bool:
-    dependent = torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
-    return node.target is VALUE_READ or dependent or has_dynamic_shape(node)

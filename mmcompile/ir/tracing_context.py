@@ -27,8 +27,6 @@ from mmcompile.ir.compat import FakeTensor, fake_mode_of
 _MAX_DEPTH = 4
 """Depth to which plain objects inside modules are searched for state."""
 _NOT_DRAWING = ("seed", "get_state", "set_state", "getstate", "setstate", "get_bit_generator", "set_bit_generator")
-_SOURCES = ("default_rng", "RandomState", "Random", "SystemRandom", "Generator")
-"""Names of constructors of random generators; called without a seed, they take a random one."""
 _UNIT = ("random", "random_sample", "rand", "uniform")
 """Names of functions that, without arguments or with the bounds 0 and 1, draw one number of [0, 1)."""
 
@@ -147,7 +145,7 @@ def _watched(name: str, function: Callable[..., Any], seeded: list[str]) -> Call
     def call(*args: Any, **kwargs: Any) -> Any:
         if name == "seed":
             seeded.append(name)
-        elif name in _SOURCES:
+        elif name == "default_rng":
             if not kwargs and (not args or args[0] is None):
                 raise _refusal("a generator without a seed")
         elif name not in _NOT_DRAWING and not seeded:
@@ -167,11 +165,9 @@ def no_python_randomness() -> Generator[None]:
     for module in (np.random, random):
         for name in dir(module):
             value = getattr(module, name)
-            drawing = callable(value) and not isinstance(value, type) and not name.startswith("_")
-            if drawing or name in _SOURCES and name != "Generator":
+            if callable(value) and not isinstance(value, type) and not name.startswith("_"):
                 before.append((module, name, value))
-                if not isinstance(value, type):
-                    setattr(module, name, _watched(name, value, seeded))
+                setattr(module, name, _watched(name, value, seeded))
     state = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield

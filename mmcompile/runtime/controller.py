@@ -161,7 +161,7 @@ class Controller:
             copies=order.copies,
             names=balanced(owners, self._num_bytes),
         )
-        buffers = self._gather("weights", self._changed)
+        buffers = self._gather("weights", self._changed) if self._changed else {}
         self._announce(command)
         known = {order.tied.get(name, name) for name in self._held_names()}
         absent = {name: tensor for name, tensor in values.items() if name not in known} | buffers

@@ -171,7 +171,7 @@ class Worker:
             for index in [i for i, at in mine if (at.tower, at.program_name) == (command.tower, program.stage)]:
                 loaded[index] = LoadedStage.load(
                     replace(program, constants=constants),
-                    {**self.state.parameters, **self.state.buffers},
+                    self.state.tensors,
                     stages,
                     index,
                     device=device,
@@ -185,8 +185,8 @@ class Worker:
         self._gradients.drop()
         optimizer = self.state.optimizer
         with torch.no_grad():
+            held = self.state.tensors
             for name, value in wire.under("value/", tensors).items():
-                held = self.state.parameters if name in self.state.parameters else self.state.buffers
                 held[name].copy_(value)
         optimizer.forget(optimizer.updated)
         optimizer.load_state(wire.under("state/", tensors))
@@ -206,7 +206,7 @@ class Worker:
         if command.what == "optimizer":
             return self.state.optimizer.state(names)
         self._gradients.settle()
-        held = {**self.state.parameters, **self.state.buffers}
+        held = self.state.tensors
         return {name: held[name].detach() for name in names}
 
     def step(self, command: Step, values: Sequence[Mapping[str, Tensor]] = ()) -> StepTotals:

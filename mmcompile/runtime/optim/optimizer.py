@@ -211,6 +211,11 @@ class RankState:
         """Parameters of this rank that train, by original name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank, by original name."""
+        return {**self.parameters, **self.buffers}
+
 
 def parameter_of(path: str) -> str:
     """Return the parameter in a path of optimizer state: `exp_avg/model.norm.weight` -> `model.norm.weight`."""
