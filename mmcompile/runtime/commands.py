@@ -30,14 +30,18 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Install:
-    """Build the stages of one balance group in a new pattern. Every rank then gets its programs and the tensors it lacks."""
+    """Load new stage programs: those of one pattern and one balance group, each on the ranks that run its stage.
+
+    A *pattern* is a capture of the model for one kind of batch (text only, text with images). A *balance group* is a set of
+    stages that all compute the same samples. After this command, each rank gets its programs and the tensors it lacks.
+    """
 
     pattern: str
     tower: str
     holders: dict[str, tuple[int, ...]]
-    """Stages that hold each trainable parameter in any installed pattern, by name: indices into the placement's stages."""
+    """Name of a trainable parameter -> indices, in the placement, of all stages whose programs so far read the parameter."""
     updaters: dict[str, int] = field(default_factory=dict)
-    """Rank that updates each trainable parameter, by name, over all patterns so far. Empty unless the optimizer is sharded."""
+    """Name of each trainable parameter held by any rank -> the only rank that updates it. Empty if all its holders update it."""
     restored: str = ""
     """Folder of a checkpoint from which ranks read optimizer state of parameters they newly hold; "" if there is none."""
     waiting: tuple[str, ...] = ()

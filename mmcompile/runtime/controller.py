@@ -42,7 +42,7 @@ from mmcompile.runtime.worker import Worker
 
 
 class Controller:
-    """Installs patterns, runs steps, moves weights between rank 0 and the other ranks, and leads saves and loads.
+    """Leads all ranks from rank 0: sends them stage programs, runs steps, moves weights to and from rank 0, saves and loads.
 
     Args:
         check_saving: function called while the user waits for a save; an exception it raises ends the wait.
@@ -78,7 +78,7 @@ class Controller:
     def step(
         self, planned: PlannedStep, parameters: Mapping[str, Tensor], *, hyper: Hyper, seed: int, trace: bool = False
     ) -> StepTotals:
-        """Install the step's new patterns, run the step on all ranks, and return its totals.
+        """Send ranks the stage programs that no earlier step needed, run the step on all ranks, and return its totals.
 
         Args:
             parameters: all parameters and buffers of the model.
@@ -93,9 +93,11 @@ class Controller:
         return self.worker.step(command, [prepared.values for prepared in planned.prepared])
 
     def install(self, programs: PatternPrograms, tower: str, values: Mapping[str, Tensor]) -> None:
-        """Send every rank its stages of the balance group `tower` in a new pattern, with the tensors it lacks.
+        """Send every rank the programs of its stages, with their constants and the parameters and buffers that the rank lacks.
 
         Args:
+            programs: stage programs of one pattern, a capture of the model for one kind of batch.
+            tower: balance group (stages that all compute the same samples) whose programs are sent.
             values: all parameters and buffers of the model. For a parameter that another rank already trains, that rank's value
                 and optimizer state are used.
         """
@@ -239,10 +241,10 @@ class Controller:
         return tuple(name for name in dict.fromkeys(names) if rank not in self._ranks(name))
 
     def _trained(self, names: set[str]) -> dict[str, dict[str, Tensor]]:
-        """Return current values and optimizer states of parameters for ranks that newly hold them, by parameter and path.
+        """Return current tensors of the parameters `names`: name -> `value/<name>` or `state/<key>/<name>` -> tensor.
 
-        Paths are `value/<name>` and `state/<key>/<name>`. A parameter that no rank holds yet has no value here, and only
-        the optimizer state given to `await_holders`.
+        A trainable parameter that a rank holds has its value and, unless the optimizer is sharded, its optimizer state. One that
+        no rank holds has only optimizer state that was given to `await_holders`, if any.
         """
         found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         held = sorted(names & self._trainable & self._holders.keys())

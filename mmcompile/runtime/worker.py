@@ -90,7 +90,7 @@ class Worker:
         self._stage_at = {(s.tower, s.replica, s.program_name): index for index, s in enumerate(setup.stages)}
         """Index of a placed stage, by (balance group, replica, name of its program)."""
         self._patterns: dict[tuple[str, str], dict[int, LoadedStage]] = {}
-        """This rank's stages by index, for each (pattern, balance group)."""
+        """(pattern, balance group) as in `Install` -> index of a placed stage -> this stage, loaded on this rank."""
         self._op_groups = {
             name: groups.shards(ranks)
             for name, ranks in (
@@ -150,7 +150,7 @@ class Worker:
             pass
 
     def install(self, command: Install, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]) -> None:
-        """Build this rank's stages of a balance group in a pattern, for every replica it holds.
+        """Load stage programs on this rank, each for every replica of its stage that the rank runs.
 
         Args:
             programs: stage programs of this rank.

@@ -29,18 +29,18 @@ _BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredChunk:
-    """Position, size and digest of a box of a tensor in a file."""
+    """A chunk of a tensor (a box: a range of indices in each dim), and the file that has its bytes."""
 
     offsets: tuple[int, ...]
-    """Index of the box's first element in the tensor, by dim."""
+    """Index in the whole tensor of the chunk's first element, by dim."""
     sizes: tuple[int, ...]
     file: str
     position: int
-    """Byte offset of the box in the file."""
+    """Offset in bytes, from the start of `file`, of the chunk of a tensor stored there."""
     length: int
-    """Number of bytes of the box in the file, in the format of `torch.save`."""
+    """Number of bytes of the chunk in `file`, in the format of `torch.save`."""
     digest: str
-    """Digest of the box's bytes in the file."""
+    """BLAKE2b digest, in hex, of the `length` bytes of `file` that begin at `position`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ class Holding:
 
     @classmethod
     def of(cls, spec: ParameterSpec) -> Holding:
-        """Return the holding of a stage program's parameter."""
+        """Return which model parameter, and which part of it (or the whole), the parameter `spec` of a stage program is."""
         return cls(whole=spec.whole_name, shard=spec.shard, index=spec.index)
 
     def shape_of_whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def wanted_by(
     """Return the pieces that a rank reads, with tensors to be filled, by path: `value/<name>` and `state/<key>/<name>`.
 
     Args:
-        holdings: holdings by the name of a parameter on the rank.
+        holdings: name of a parameter on the rank -> the model parameter that it is, or is a part of.
         weights, states: names of parameters whose weights, and whose optimizer state, are read.
 
     Raises:

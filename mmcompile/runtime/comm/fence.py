@@ -36,7 +36,7 @@ _CLOSED, _LISTENING = 7, 10
 """States of a TCP socket, as the first byte of TCP_INFO."""
 
 _TRY_S = 1.0
-"""Maximum seconds for the test that shutting down sockets ends waits. It takes milliseconds, on a busy machine too."""
+"""Maximum seconds of a wait that should take milliseconds: one in the self-test `fence_works`, or to connect to gloo."""
 _TRY_TAG = 1
 
 Mine = Callable[[socket.socket], bool]
@@ -96,7 +96,7 @@ class Fence:
 
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
-        """Return the context in which to make the group; enter it once. After a cut, sockets opened in it are cut at once."""
+        """Return a context manager, used once, for making a process group. `cut`, at any time, shuts down sockets made in it."""
         with self._lock:
             self._inodes = frozenset(inode for _, inode in _sockets())
             self._servers = frozenset(_port(end) for _, end in _tcp_sockets() if _state(end) == _LISTENING)

@@ -82,7 +82,7 @@ class Generations:
         return self._take()
 
     def refusal(self, hello: msg.Hello) -> msg.Refused | None:
-        """Return the refusal of a node that may not join as it is; None if it may."""
+        """Return the coordinator's refusal of a node that asks to join (by `hello`); None if the node may join."""
         return refusal_of(hello, self._connected, self._dead, (*self.members, *holders(self.history)), self.history)
 
     def join(self, hello: msg.Hello) -> list[Effect]:

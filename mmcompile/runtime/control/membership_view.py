@@ -36,7 +36,12 @@ def in_order(members: Collection[Member], history: History) -> tuple[Member, ...
 def change_of(
     members: tuple[Member, ...], connected: Mapping[str, Member], draining: Collection[str], history: History
 ) -> MembershipChange:
-    """Return the change from the last active generation to `members`, the nodes of the next one; the planner answers it."""
+    """Return the planner's input: how the nodes of the last active generation change to `members`, those of the next one.
+
+    Args:
+        connected: connected nodes by name. A node of the last active generation is lost if it is absent, or has new workers.
+        draining: names of nodes that are about to leave.
+    """
     previous = holders(history)
     return MembershipChange(
         members=tuple(member.node for member in members),
@@ -76,11 +81,12 @@ def generations_of(
 def refusal_of(
     hello: Hello, connected: Mapping[str, Member], dead: Collection[str], known: Collection[Member], history: History
 ) -> Refused | None:
-    """Return the refusal of a node that may not join as it is; None if it may.
+    """Return the coordinator's refusal of a node that asks to join (by `hello`); None if the node may join.
 
     Args:
-        dead: incarnations that counted as lost or were released.
-        known: members whose workers hold the state of the last committed step, or are about to.
+        connected: connected nodes, by name.
+        dead: sets of workers (`Hello.incarnation`) that counted as lost or were released.
+        known: nodes whose workers hold the state of the last committed step, or are about to receive that state.
     """
     other = connected.get(hello.node)
     if other is not None and other.incarnation != hello.incarnation:

@@ -185,7 +185,7 @@ class Generation:
     nodes: tuple[str, ...]
     """Member nodes in order of ranks."""
     joined: tuple[str, ...]
-    """Member nodes that hold no state; they include a worker's own node if its state is outdated."""
+    """Member nodes that were not in generation `active`, or have new workers since; any state that they hold is outdated."""
     active: int
     """Last generation that became active, 0 if none did: its members hold the state of step `committed`.
 

@@ -59,13 +59,14 @@ class Watch(Protocol):
 
 
 class Connections:
-    """Opens and leaves the process groups of a worker's successive generations. Sets `watch.on_superseded`.
+    """Opens and leaves the process groups of a worker's successive generations.
 
     Args:
-        watch: state of the worker's generation.
-        fenced: True cuts waits by a `Fence`; None does so if a fence works on this system. Otherwise gloo ends its own waits a
-            little later, and a thread that still waits for ranks to connect is left behind until `times.attempt_s` is over
-            (for a rank that connected and then stopped, five times as long).
+        watch: reports that a generation has ended: it then calls `watch.on_superseded`, which is set to `cut` here.
+        fenced: True: at the end of a generation a `Fence` shuts down its sockets, which releases threads that wait for other
+            ranks at once. False: gloo releases them a little later, except that a thread which waits for ranks to connect is
+            left behind until `times.attempt_s` is over (for a rank that connected and then stopped, five times as long).
+            None: as True if a fence works on this system, else as False.
     """
 
     def __init__(self, watch: Watch, *, fenced: bool | None = None) -> None:

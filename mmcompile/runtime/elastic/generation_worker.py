@@ -29,7 +29,7 @@ class _StepOrder:
     """Message from rank 0 to all ranks at the start of a step: the step's plan, and the optimizer's settings."""
 
     has_new: bool
-    """True if rank 0 sends the programs of new patterns next, because some ranks lack them."""
+    """True if the step needs stage programs that were just captured on rank 0, which then sends them next."""
     step: Step
 
 
@@ -87,7 +87,7 @@ class GenerationWorker:
         return self.inner.compute(step, [prepared.values for prepared in planned.prepared])
 
     def follow(self) -> StepTotals:
-        """Compute the step that rank 0 announces on another rank, and return its totals."""
+        """Receive the step that rank 0 announces, compute it on this rank, and return its totals. Called on all ranks but 0."""
         order = wire.decode(wire.broadcast(self._groups, None), _StepOrder)
         if order.has_new:
             self._learn()

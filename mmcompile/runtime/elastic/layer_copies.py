@@ -41,7 +41,7 @@ _ADVICE = "it was not used; if this comes again, test the memory and the network
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """Settings of all copies of one worker. `ranks` has each worker's rank; `check` is called before each wait."""
+    """Settings of all layer copies that a worker sends or receives. `ranks`: worker -> rank; `check`: called before waits."""
 
     groups: Groups
     ranks: Mapping[WorkerId, int]

@@ -49,9 +49,9 @@ class LayerStore:
         self.learn(layers)
 
     def learn(self, layers: Mapping[LayerId, Iterable[ParameterSpec]]) -> None:
-        """Add the parameters of a pattern captured while training to the known layers.
+        """Add parameters that newly captured stage programs read to the lists of each layer's parameters.
 
-        Held layers stay held: the new parameters were never trained, so they have their initial values.
+        A layer whose parameters were all in the store gets the new ones too: with initial values, as they were never trained.
         """
         held = [layer for layer in self.held if self._specs[layer]]
         for layer, specs in layers.items():
@@ -96,10 +96,10 @@ class LayerStore:
         return values | {f"{_STATE}{path}": tensor for path, tensor in self.state.optimizer.state(names).items()}
 
     def put(self, layer: LayerId, tensors: Mapping[str, Tensor]) -> None:
-        """Store a layer's bundle: known parameters are overwritten in place, new ones added, optimizer state replaced.
+        """Store a layer's tensors, named as by `bundle`: overwrite parameters in the store, add others, replace optimizer state.
 
         Raises:
-            VerifyError: `tensors` is not a bundle of this layer. The store is unchanged then.
+            VerifyError: `tensors` are not those of this layer. The store is unchanged then.
         """
         values, state = wire.under(_VALUE, tensors), wire.under(_STATE, tensors)
         names = self._trainable(layer).keys()
@@ -126,11 +126,11 @@ class LayerStore:
         self.state.optimizer.load_state(state)
 
     def part_of(self, layer: LayerId, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's bundle from the tensors of a checkpoint.
+        """Return a layer's trainable parameters (`value/<name>`) and optimizer state (`state/<key>/<name>`) from a checkpoint.
 
         Args:
-            weights: weights by name; a tied parameter under any of its names.
-            state: optimizer state by `<key>/<name>`.
+            weights: weights of the checkpoint by name; a tied parameter under any of its names.
+            state: optimizer state of the checkpoint by `<key>/<name>`, such as `exp_avg/<name>`.
 
         Raises:
             CheckpointError: a parameter is missing.

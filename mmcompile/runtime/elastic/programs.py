@@ -1,4 +1,4 @@
-"""`Programs`: a worker's layer programs by pattern. All workers have the patterns captured before they were started."""
+"""`Programs`: stage programs, each of one layer, that a worker has, by pattern (capture of the model for one kind of batch)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmcompile.runtime.comm.groups import Groups
 
 
 class Programs:
-    """Keeps the layer programs of a worker by pattern, and finds the parameters that they read.
+    """Keeps a worker's layer programs by pattern (capture of the model for one kind of batch), and finds their parameters.
 
     Args:
         known: programs that every worker has from the start.
@@ -34,17 +34,17 @@ class Programs:
         return pattern in self._patterns
 
     def of(self, pattern: str) -> Mapping[str, StageProgram]:
-        """Return the program of each stage in a pattern, by stage name."""
+        """Return stage name -> program, for the pattern (capture of the model for one kind of batch) of this name."""
         return self._patterns[pattern].programs
 
     def add(self, programs: PatternPrograms) -> None:
-        """Add a pattern that was captured while training."""
+        """Add stage programs that were captured while training; programs of a known `PatternPrograms.pattern` have no effect."""
         if programs.pattern not in self._patterns:
             self._patterns[programs.pattern] = programs
             self.late.append(programs)
 
     def parameters(self) -> dict[LayerId, tuple[ParameterSpec, ...]]:
-        """Return the parameters of each layer, over all patterns."""
+        """Return layer -> all parameters that any stage program of the layer reads."""
         found: dict[LayerId, dict[str, ParameterSpec]] = {}
         for stage, program in self._all():
             found.setdefault(layer_of(stage), {}).update({spec.name: spec for spec in program.parameters})
@@ -82,7 +82,7 @@ class Programs:
 
 
 def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms] = ()) -> None:
-    """Broadcast patterns from rank 0, and add them on all ranks. Other ranks pass no patterns."""
+    """Broadcast stage programs (`patterns`, empty on other ranks) from rank 0, and add them to `programs` on all ranks."""
     sent = None if groups.rank else wire.encode([_with_constants(pattern, {}) for pattern in patterns])
     known = wire.decode(wire.broadcast(groups, sent), list[PatternPrograms])
     if not known:

@@ -28,9 +28,9 @@ class InputSlot:
     name: str
     kind: str
     producer: int
-    """Stage of the same balance group that a link comes from, by index; -1 for batch inputs, sizes, and links between groups."""
+    """Index of the stage that makes the argument for the same microbatch; -1 for batch inputs, sizes, and if `crossing`."""
     crossing: bool
-    """True for a link from a stage of another balance group."""
+    """True for a tensor from a stage whose microbatches have other samples (an encoder's, for the language model)."""
     gradient: bool
 
 
@@ -41,9 +41,9 @@ class OutputSlot:
     position: int
     name: str
     consumers: tuple[int, ...]
-    """Indices of the stages of the same balance group that the result is sent to; () if another shard sends the same result."""
+    """Indices of the stages that get the result for the same microbatch; () if none, or if another shard sends it to them."""
     crossing: bool
-    """True if stages of another balance group read the result too."""
+    """True if stages whose microbatches have other samples (such as the language model's, after an encoder) read the result."""
     gradient: bool
 
 
@@ -141,9 +141,9 @@ def _key(stages: Sequence[PlacedStage], placed: int) -> int:
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:
-    """Return indices in `stages` of the balance group and replica of stage `placed`, by the stage name that programs use.
+    """Return program name -> index in `stages`, of all stages with the same `tower` and `replica` as `stages[placed]`.
 
-    Raises VerifyError if `program` exchanges values with a stage that is not placed.
+    Raises VerifyError if `program` belongs to another stage, or exchanges values with a stage that is not placed.
     """
     here = stages[placed]
     if here.program_name != program.stage:

@@ -70,7 +70,7 @@ class P2P:
             loaded: this rank's stages, per microbatch of the step; empty for a microbatch that only other ranks run.
             actions: this rank's part of the schedule.
             values: batch inputs by name, per microbatch, on rank 0; () on other ranks.
-            check_rows: send the numbers of the samples with rows, and check them at the receiver.
+            check_rows: with the rows of an exchange (`StepPlan.exchanges`), send each row's sample number; receivers check it.
 
         Raises:
             EngineError: the step has more messages than there are tags.

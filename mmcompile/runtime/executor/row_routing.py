@@ -52,12 +52,14 @@ class Edge:
 
 
 class RowRouting:
-    """Finds the row exchanges of a step that begin or end on one rank, by position in `StepPlan.exchanges`, and tags of messages.
+    """Finds the exchanges of a step that begin or end on one rank, and computes message tags.
 
-    **Tags** are numbers that tell apart all messages of a step between two ranks; both ranks derive the same ones. The number of
-    the source microbatch, with the producer and consumer stages, determines the microbatch that reads the value. So these
-    numbers, the position of the value on its edge and the direction suffice. Stages are numbered within their rank. NCCL needs
-    no tags: both sides of a schedule have the messages of two stages in the same order.
+    An exchange moves rows (dim 0) of a value from one microbatch to another; its number is its index in `StepPlan.exchanges`.
+
+    **Tags** are numbers that tell apart all messages of a step between two ranks. Both ranks compute a tag from the number of the
+    microbatch that makes the value, the stages that make and read it (numbered within their ranks), the position of the value
+    among those between these stages, and the direction (forward or backward). The reading microbatch is determined by these.
+    NCCL needs no tags: both ranks process the messages of two stages in the same order.
     """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage], rank: int) -> None:

@@ -39,7 +39,7 @@ class OwnTotals:
     squared_norms: Mapping[str, float] | None = None
     """Squared norms of the gradients that this rank counts, by parameter; one rank counts each. None without clipping."""
     faults: Mapping[str, float] | None = None
-    """Largest gradient (or NaN) of each parameter with a gradient that cannot be added; None if the reduction has no limit."""
+    """Parameter -> largest absolute gradient element, where too large, infinite or NaN to add; None if any value can be added."""
 
 
 def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[str], limit: float) -> StepTotals:
@@ -47,10 +47,10 @@ def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[st
 
     Args:
         names: all trainable parameters of the model, in an order that all ranks share.
-        limit: bound that gradients must stay below, for the error.
+        limit: exclusive upper bound of gradients in reduction "fixed"; only printed in the error.
 
     Raises:
-        EngineError: on all ranks, if any of them has a gradient that cannot be added.
+        EngineError: on all ranks, if `OwnTotals.faults` of any rank names a gradient: too large, infinite or NaN.
     """
     faults = own.faults or {}
     too_large = [name for name, size in faults.items() if size < float("inf")]

@@ -82,7 +82,7 @@ class BackgroundBalancer(Balancer):
 
     @property
     def title(self) -> str:
-        """Title of the inner balancer: its name, with options that are not the default."""
+        """Title of the balancer `inner`: its name, with options that are not the default."""
         return self.inner.title
 
     @property
@@ -121,11 +121,11 @@ class BackgroundBalancer(Balancer):
             self._process.wait()
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Return an assignment by the process if it is ready, else by the inner balancer."""
+        """Return the assignment of samples to microbatches: made in the other process if that is ready, else by `self.inner`."""
         return self.explained(costs, grid)[0]
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
-        """Return `assign`'s result and the explanation of the inner balancer."""
+        """Return the assignment of samples to microbatches as by `assign`, and the balancer's explanation of it as text."""
         if not self.is_up:
             return self.inner.explained(costs, grid)
         self._tell(_Question(costs=costs, grid=grid))

@@ -41,7 +41,7 @@ class WorkerOrder:
     report: int
     """File descriptor of the worker's end of its socket to rank 0."""
     board: int
-    """File descriptor of the status board."""
+    """File descriptor of the memory shared by all ranks where each writes its current action (`StatusBoard`)."""
     device: str
 
 

@@ -25,7 +25,7 @@ class Status:
     kind: int
     """Position of the action's kind in `ActionKind`."""
     microbatch: int
-    """Number of the microbatch within its balance group and replica, as in the rank's action list."""
+    """Number of the microbatch as in the rank's action list. Replicas, and encoders balanced by themselves, number their own."""
 
 
 class StatusBoard:

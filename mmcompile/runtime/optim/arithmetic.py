@@ -81,8 +81,8 @@ class _Float(Arithmetic):
     """Adds up the gradients of a parameter in a float dtype.
 
     Args:
-        wide: float64, or float32 for half-precision gradients of float32 masters. None: the parameter's dtype, as in
-            torch, except that half-precision gradients of several ranks are added in float32.
+        wide: dtype of sums: float64, or float32 for a half-precision parameter with a float32 master. None: torch sums a rank's
+            gradients in the parameter's dtype; sums of several ranks are added in that dtype too, half precision in float32.
     """
 
     def __init__(self, wide: torch.dtype | None = None) -> None:
@@ -129,7 +129,7 @@ class Fixed(Arithmetic):
             into[:, 1] += rest.to(torch.int64)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the exact sum of several partial sums (int64 [elements, 2])."""
+        """Return the exact total of partial sums, all int64 [elements, 2]: multiples of 2^-20, and of 2^-64 for the remainder."""
         return _sum(parts, torch.int64)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,7 +145,7 @@ class Fixed(Arithmetic):
 
 @final
 class Largest:
-    """Records the largest absolute gradient element of each parameter in a step, but only if the arithmetic has a limit."""
+    """Records the largest absolute gradient element of each parameter in a step; nothing if `limit` (of elements) is infinite."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit

@@ -37,17 +37,18 @@ class OwnerSet:
 class Bucket:
     """A flat buffer of gradients: each parameter's gradient, then one flag element a parameter, 1 if it has a gradient.
 
-    In phase 1 (`start`) every giver sends each owner its part of the buffer. The owner adds up what arrived, in order of ranks,
-    and rounds once; in phase 2 (`add`) it sends the sum to all owners, so that no rank carries more than its share, and all hold
-    the same bits. Where one owner alone updates the parameters, its part is the whole buffer, and there is no phase 2. `give`
-    leaves sums in `.grad`. Only `add` and `give` block.
+    *Owners* are the ranks that hold the parameters; *givers* are the owners with gradients in this step. The buffer is cut into
+    one part for each owner. In phase 1 (`start`), each giver sends every owner that owner's part. Each owner adds up its part of
+    all givers' buffers, in order of ranks, and rounds once. In phase 2 (`add`), each owner sends the sum to all others, so that
+    all hold the same bits. Where one owner alone updates the parameters, its part is the whole buffer, and there is no phase 2.
+    `give` leaves sums in `.grad`. Only `add` and `give` block.
 
     Args:
         parameters: parameters of one dtype, by name.
         targets: the tensor that gets each parameter's sum: the parameter itself, or its float32 master. All are of one dtype.
         dtype: dtype of the targets, also on ranks that get no sum.
         shared: owners and givers of the parameters.
-        tags: tags of the messages of phase 1 and phase 2.
+        tags: message tag of phase 1, and of phase 2.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Bucket:
         self._mark(index)
 
     def start(self) -> None:
-        """Start phase 1: send each owner its part of the buffer, and receive this rank's part from all givers."""
+        """Start to send each owner (rank that holds the parameters) its part of the gradients, and receive this rank's part."""
         if not self._arithmetic.moves:
             for name in self._index:
                 self.enter(name)
@@ -120,7 +121,7 @@ class Bucket:
                 self._receive(self._received[source], source, phase=0)
 
     def add(self) -> None:
-        """Wait for phase 1, add up this rank's part, and start phase 2."""
+        """Wait for the other ranks' gradients, add up those in this rank's part of the buffer, and start to exchange the sums."""
         self._wait()
         rank, flat = self._groups.rank, self._flat
         if not self._gets:
@@ -146,7 +147,7 @@ class Bucket:
                 self._receive(self._sum[self._parts[source]], source, phase=1)
 
     def give(self) -> None:
-        """Wait for phase 2, then set each target's `.grad` to a view of the buffer.
+        """Wait for the sums of other ranks, then set `.grad` of each parameter, or of its float32 master, to a view of its sum.
 
         `.grad` is None where no rank has a gradient, or where another rank updates the parameter.
         """
@@ -162,7 +163,7 @@ class Bucket:
         self._sum = None
 
     def faults(self) -> dict[str, float]:
-        """Return the largest absolute element of each gradient of this rank that the arithmetic cannot add, by parameter."""
+        """Return name -> largest absolute gradient element on this rank, where too large, infinite or NaN for the arithmetic."""
         return self._largest.faults()
 
     def _mark(self, index: int) -> None:
@@ -198,7 +199,7 @@ class Bucket:
 
 
 def gradient_tags(place: int, num_places: int, bucket: int) -> tuple[int, int]:
-    """Return the tags of both phases of a bucket of gradients.
+    """Return two message tags of a bucket: of gradients sent to be summed, and of the sums (or updated parameters) sent back.
 
     Args:
         place: position of the bucket's owner set among the `num_places` owner sets, the same on all ranks.

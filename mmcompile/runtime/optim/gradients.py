@@ -27,7 +27,9 @@ Smaller buckets start earlier, and delay other messages between the same ranks f
 def buckets_of(
     shared: Sequence[OwnerSet], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
 ) -> Iterator[tuple[OwnerSet, dict[str, nn.Parameter], tuple[int, int]]]:
-    """Yield (owner set, parameters by name, tags of both phases) of each bucket of parameters that this rank shares with others.
+    """Yield (owner set, parameters by name, two message tags) of each bucket of parameters that this rank shares with others.
+
+    The first tag is of gradients sent to be summed, the second of the sums, or updated parameters, sent back.
 
     Args:
         shared: all owner sets, the same on all ranks, so that every rank yields its buckets in the same order.
@@ -42,9 +44,9 @@ def buckets_of(
 
 @final
 class CarriedSums:
-    """Gradient sums of one rank over the calls of a step before its last. Ranks exchange sums in the last call, which updates.
+    """Sums of one rank's gradients over the calls of a step before its last. Ranks exchange sums in the last call, which updates.
 
-    If the reduction lets gradients accumulate in `.grad`, they stay there; else this object has each sum, in its number format.
+    Sums that torch accumulates in `.grad` stay there; this object has all others, in the reduction's format (float64 for "fp64").
 
     Args:
         master_weights: half-precision parameters have float32 masters.
@@ -76,7 +78,7 @@ class CarriedSums:
             parameter.grad = None
 
     def finish(self, step: int | None = None) -> dict[str, float]:
-        """Return the largest gradient element of each parameter with one that the reduction cannot add; `step` has no effect."""
+        """Return name -> largest absolute gradient element, where too large, infinite or NaN to be added. `step` is not used."""
         return self._largest.faults()
 
     def num_terms(self, name: str) -> int:
@@ -92,18 +94,19 @@ class CarriedSums:
 class GradientSums:
     """Sums the gradients of one step: every rank that updates a parameter gets the same bits in `.grad`.
 
-    Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
-    that touches its parameters has run here, and is sent while other backwards run. Ranks need not start buckets in one order:
-    each bucket has tags of its own, and no rank blocks before `finish`. There, a rank starts phase 1 of all its buckets before it
-    waits for any, then phase 2 of all before it waits for any. NCCL has no tags: with it, all buckets start in `finish`, in one
-    order. A gradient of None counts as zero; None on all owners stays None. Parameters without a backward are not sent.
+    Parameters with the same owners (ranks that hold them) and givers (owners that run a backward of them) are summed in buckets
+    (`Bucket`). In phase 1, givers send gradients to the owners that add them up; in phase 2, these send the sums to all owners. A
+    bucket starts as soon as the last backward of its parameters has run here, and is sent while other backwards run. Ranks need
+    not start buckets in one order: each bucket has tags of its own, and no rank blocks before `finish`. There, a rank starts
+    phase 1 of all its buckets before it waits for any, then likewise phase 2. NCCL has no tags: with it, all buckets start in
+    `finish`, in one order. A gradient of None counts as zero; None on all owners stays None. Without a backward, nothing is sent.
 
     **Memory**, beside parameters and optimizer state. "fast" keeps `.grad`, as torch does. For parameters on several ranks a
     bucket takes the place of `.grad` once it starts, and this rank receives its part of the bucket from each other giver. "fp64"
     and "fixed" keep sums of 8 and 16 bytes an element from a parameter's first backward on, and receive such sums; `.grad` lasts
     only for one backward. Half-precision parameters with masters have such sums in "fast" too, of 4 bytes. The rounded sum is
-    `.grad` in the end, for parameters on one rank right after their last backward. An updater receives whole buckets of the
-    parameters that it updates, and keeps the sums of no others.
+    `.grad` in the end, for parameters on one rank right after their last backward. With a sharded optimizer, the one owner that
+    updates a parameter receives whole buckets, and the others keep no sum.
     """
 
     def __init__(

@@ -95,8 +95,8 @@ class OptimizerSpec:
 class RankOptimizer:
     """The optimizer over those trainable parameters of one rank that this rank updates.
 
-    Ranks gain parameters while training (a pattern with images arrives late), and some ranks hold none. So the optimizer starts
-    without parameters, which are added to its groups later. The updated tensor is the parameter, or its float32 master.
+    Ranks gain parameters while training (those of an image encoder with the first batch with images), and some ranks hold none.
+    So the optimizer starts without parameters; `add` adds them. It updates float32 masters of half-precision parameters, if any.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:

@@ -128,7 +128,7 @@ class RankGradients:
             self._new_values = None
 
     def drop(self) -> None:
-        """Drop all gradients and carried sums, for a new step."""
+        """Drop all gradients, and the sums of gradients from calls without an update, so that a new step can begin."""
         for parameter in self._state.trainable.values():
             parameter.grad = None
         self._state.optimizer.zero_grad()

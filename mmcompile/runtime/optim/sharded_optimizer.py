@@ -50,14 +50,14 @@ def assign_updaters(
 
 @final
 class NewValues:
-    """Values of parameters after an update, in transfer from the updaters to the other owners.
+    """Values of parameters after an update, in transfer from the ranks that update them to the other ranks that hold them.
 
     They are sent while the engine continues; parameters must not be read or written before `finish`.
 
     Args:
         parameters: trainable parameters of this rank, by original name.
         shared: owner sets of the updated parameters, the same on all ranks.
-        bucket_bytes: as for `GradientSums`. Messages use the tags of phase 2 of `Bucket`, unused where one owner alone updates.
+        bucket_bytes: bytes of parameters in one message, the same on all ranks; a larger parameter has a message of its own.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class NewValues:
         self._kept: list[Tensor] = []
         """Tensors that this rank is sending, kept alive until they are sent."""
         self._received: list[tuple[Tensor, list[nn.Parameter]]] = []
+        # Their buckets of gradients leave the second tag unused: no sums are sent to other owners.
         sharded = [item for item in shared if item.updater is not None]
         for item, part, (_, tag) in buckets_of(sharded, parameters, groups.rank, bucket_bytes):
             assert item.updater is not None
