@@ -25,7 +25,7 @@ from mmcompile.passes.pipeline import Pipeline, PipelineResult
 
 ResultT = TypeVar("ResultT")
 WORDS = "attention_words"
-"""Name of the graph input with the words of a mask; further masks are `attention_words_1` and so on."""
+"""Name of the graph input with a mask as one int64 word a token; further masks are `attention_words_1` and so on."""
 GRADIENTS = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 """Facts that hold of a capture's graph after `annotated`."""
 

@@ -26,7 +26,7 @@ class LayerArgument:
     """Annotation of a layer function's argument.
 
     Its text is "device", "size s0", or "float32 [s0, 64]", which may be followed by ", trained" (a parameter with gradient), ",
-    gradient" (a value with gradient) or ", tap".
+    gradient" (a value with gradient) or ", tap" (zeros on which the backward leaves a gradient).
     """
 
     description: str
@@ -50,7 +50,7 @@ class LayerArgument:
 
     @property
     def is_tap(self) -> bool:
-        """True if the argument is a tap."""
+        """True if the argument is a tensor of zeros (a tap), passed so that the backward leaves a gradient on it."""
         return self.description.endswith(", tap")
 
     @property

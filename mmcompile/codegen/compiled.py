@@ -57,11 +57,11 @@ def load_compiled_stage(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledLayers:
-    """`LayerRunner` that runs one stage's layer functions as compiled canonical layers."""
+    """Runs the layer functions of one stage as compiled code; functions that differ in names only share the compiled code."""
 
     stage: str
     layers: Mapping[str, CanonicalLayer]
-    """Name of the stage's layer function -> canonical layer."""
+    """Name of a layer function of the stage -> the function with its names replaced by numbers."""
     device: torch.device
     backend: Backend
 

@@ -109,9 +109,10 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 def _shared_readers(
     calls: Sequence[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return shared value -> stages that need it, for each value from which several stages compute different values.
+    """Return shared value -> stages that need it, in plan order. A shared value (mask, rotary table) belongs to no layer.
 
-    An example is a mask that all stages read, or a rotary table that each stage reshapes.
+    Only values after which the stages differ are returned: if all stages need `cos = angles.cos()` and each reshapes `cos` for
+    itself, `cos` is returned; `angles` is not, as all stages compute the same value from it.
     """
     needing: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(calls):

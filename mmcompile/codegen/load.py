@@ -25,9 +25,9 @@ def load_stage(
 
     Args:
         program: program of the stage.
-        tensors: every parameter and buffer it reads, by original name. An `nn.Parameter` is used as it is (so patterns
-            of one stage share it); a plain tensor is wrapped, sharing storage, with `requires_grad` as in its
-            `ParameterSpec`.
+        tensors: every parameter and buffer that the program reads, by original name. An `nn.Parameter` is used as it is, so
+            several programs of a stage (for batches with and without images) can share it; a plain tensor is wrapped, sharing
+            storage, with `requires_grad` as in its `ParameterSpec`.
         device: device of the tensors, and of tensors that the source makes.
         runner: function that runs the layer functions.
 

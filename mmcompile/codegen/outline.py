@@ -48,7 +48,7 @@ class NodeRun:
 
 
 def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[NodeRun, ...]:
-    """Return the runs of a stage that computes `nodes` (in graph order) and returns `results`, each after those it reads from."""
+    """Split `nodes` of a stage that returns `results` into runs: nodes of one layer, computed together, after runs they use."""
     nodes = list(nodes)
     groups = _groups(nodes)
     owner = {node: number for number, (_, own) in enumerate(groups) for node in own}

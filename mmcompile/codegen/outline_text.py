@@ -55,7 +55,7 @@ class LayerText:
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
-        """Values that the function returns: the run's outputs, and values that deferred weight gradients need."""
+        """Values that the layer function returns: those read outside it, and those that deferred weight gradients need."""
         kept = (product.x for product in self.products if product.x_tap is None)
         return (
             *self.run.outputs,
@@ -63,12 +63,12 @@ class LayerText:
         )
 
     def function(self, name: str, prefix: str, serves: Sequence[str]) -> str:
-        """Return the definition of the function.
+        """Return the source code of the layer function.
 
         Args:
             name: name of the function.
-            prefix: path of the layer whose names the function uses.
-            serves: titles of the runs that the function computes; all have the same structure.
+            prefix: module path of the layer, left out of parameter names: `layers.3.q.weight` is named after `q.weight`.
+            serves: paths of all layers that the function computes, listed in its docstring; they have the same structure.
         """
         own, arguments = self._arguments(prefix)
         lines = [f"def {name}(", *(f"    {argument}," for argument in arguments), "):"]
@@ -79,7 +79,11 @@ class LayerText:
         return "\n".join(lines) + "\n"
 
     def call(self, function: str, recompute: Recompute) -> Iterator[str]:
-        """Yield lines that call `function`, written for an equal run, with recomputation mode `recompute` for the backward."""
+        """Yield the lines that call the layer function named `function` on this layer's values.
+
+        The function may have been written for another layer with equal code. `recompute` selects the activations that its
+        backward computes again.
+        """
         for tap in self._taps:
             yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
         first = [function] if recompute == "none" else [f'"{recompute}"', function]

@@ -28,15 +28,15 @@ class Port:
     name: str
     kind: Literal["root", "host", "link", "size"]
     shape: tuple[int | str, ...]
-    """Sizes of the dims: ints, or text over the pattern's size symbols; () for a size."""
+    """Size of each dim: an int, or an expression of the graph's size symbols as text (`"2*s0"`); () if the value is an int."""
     dtype: str
     gradient: bool = False
     """True for a link on which a gradient is sent back."""
     peers: tuple[str, ...] = ()
-    """Stages that the link leads to or comes from. Link input: the one producing stage.
+    """Stages at the other end of a link. Link input: the one stage that computes the value.
 
-    Link output: every consuming stage, in plan order; () if another shard sends the same value and this output only serves its
-    gradient.
+    Link output: all stages that read the value, in plan order. () for the loss, and for a value that another rank of this stage
+    sends for all ranks: the value is then returned only because its backward runs on every rank.
     """
     expression: str = ""
     """Value of a port of kind "size", as text over size symbols."""
@@ -72,7 +72,7 @@ class StageProgram:
         return frozenset(port.name for port in self.inputs if port.kind in ("root", "host"))
 
     def of_replica(self, index: int) -> StageProgram:
-        """Return the program of replica `index` of those that share parameters, which holds the parts with that number."""
+        """Return the program of replica `index`, which reads its own parts of sharded parameters; `self` is that of replica 0."""
         source, parameters = self.source, []
         for spec in self.parameters:
             part = spec.of_replica(index)
@@ -83,7 +83,7 @@ class StageProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatternPrograms:
-    """Programs of all stages of one pattern. Value names are unique in a pattern, so (value, consumer) identifies a link."""
+    """Programs of all stages for one captured graph, in which a value's name and the stage that reads it identify a transfer."""
 
     pattern: str
     programs: Mapping[str, StageProgram]
@@ -94,7 +94,7 @@ class PatternPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCount:
-    """Rows (the size of dim 0) of a link value, as a function of the rows of batch inputs.
+    """Rows (the size of dim 0) of a value sent between stages, as a function of the rows of batch inputs.
 
     Collating joins the inputs of samples on dim 0. A sample's rows in the inputs therefore determine its rows in the value, if
     the value's rows are the sum over samples.
@@ -107,23 +107,23 @@ class RowCount:
     """Symbol -> size, for sizes that all samples of the microbatch share."""
 
     def of(self, rows: Mapping[str, int]) -> int | None:
-        """Return the rows of a sample, given input name -> rows of the sample; None if these do not determine it."""
+        """Return how many rows of the value a sample has; `rows`: input name -> rows of the sample in it. None if unknown."""
         leading = {symbol: rows.get(name, 0) for symbol, name in self.inputs.items()}
         return evaluate(self.expression, {**self.sizes, **leading})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedMicrobatch:
-    """A batch matched with its pattern: programs and values that rank 0 sends to the stages."""
+    """A batch with the stage programs that fit it, and the input values that rank 0 sends to the stages."""
 
     programs: PatternPrograms
     sizes: Mapping[str, int]
-    """Value of every "size" port, by port name."""
+    """Name -> value of each stage input that is an int, such as a sequence length."""
     values: Mapping[str, torch.Tensor]
-    """Value of every "root" and "host" port, by port name, on CPU."""
+    """Name -> CPU tensor of each stage input that is taken or computed from the batch."""
     link_shapes: Mapping[str, tuple[int, ...]]
-    """Static shape of every "link" value, by port name."""
+    """Name -> shape, for this batch, of each value sent between stages."""
     num_tokens: int | None = None
     """Number of valid tokens, as the loss stage will count them. Required if `programs.per_token`."""
     row_counts: Mapping[str, RowCount] = field(default_factory=dict)
-    """Port name -> rows of a "link" value whose number varies with the rows of inputs."""
+    """Name of a value sent between stages -> its size in dim 0 as a function of input sizes, if it varies with them."""

@@ -40,7 +40,7 @@ class _Pattern:
     link_shapes: Mapping[str, Shape]
     context_parallel: int
     words: Mapping[str, str]
-    """Name of the input with the mask words of a shard's tokens -> name of the host value with the mask words of all tokens."""
+    """Input with one rank's mask words, int64, one a token (`cp_words`) -> input with those of all tokens (`attention_words`)."""
 
     def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
         """Return the batch prepared for this pattern's programs; None if its sizes, or values read at capture, do not fit."""
@@ -85,7 +85,7 @@ class _Family:
 
     patterns: list[_Pattern] = field(default_factory=list)
     example: Mapping[str, Any] | None = None
-    """The first batch, with which later ones are compared."""
+    """The first batch; dims in which later batches differ from it are made symbolic in later captures, if possible."""
     varying: dict[str, set[int]] = field(default_factory=dict)
     """Input name -> dims in which any later batch differed from `example`: candidates for symbolic sizes."""
 
@@ -135,7 +135,7 @@ class Patterns:
         return {**named, **dict(self._model.named_buffers(remove_duplicate=False))}
 
     def captured(self) -> tuple[PatternPrograms, ...]:
-        """Programs of all patterns captured so far."""
+        """Return the stage programs of every graph captured so far, one item a graph."""
         return tuple(pattern.programs for family in self._families.values() for pattern in family.patterns)
 
     def prepare(self, batch: Mapping[str, Any]) -> PreparedMicrobatch:

@@ -99,7 +99,10 @@ class StageModule(nn.Module):
         return self.runner(layer, recompute, arguments)
 
     def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tap: a zero tensor that receives, in the backward, the gradient of a product or its recomputed input."""
+        """Return a tap: zeros of a shape and dtype that belong to a product y = x w^T.
+
+        The backward leaves, as the gradient of the tap, the gradient of y, or x if x is recomputed.
+        """
         return new_tap(shape, dtype, self.device)
 
     def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, recomputed: bool = False) -> None:

@@ -66,7 +66,7 @@ def links(parts: GraphCut) -> tuple[Link, ...]:
 def _program(
     graph: ModelGraph, plan: Plan, parts: GraphCut, part: StageCut, index: int, choices: LayerChoices
 ) -> StageProgram:
-    """Return the program of one tensor-parallel rank, number `index`, of a stage. Its ports name stages, not yet their shards."""
+    """Return the program of tensor-parallel rank number `index` of a stage; its peers are stages, not yet ranks of stages."""
     # Of a sharded parameter, the part that replica 0 of the rank holds.
     specs = {spec.name: spec for spec in graph.parameters}
     specs |= {name: specs[name].part(shard, shard.index(index)) for name, shard in graph.shards.items()}
@@ -171,7 +171,7 @@ class _Shards:
         )
 
     def program(self, program: StageProgram, index: int) -> StageProgram:
-        """Return the program of shard number `index` of a stage, given the stage's program, whose ports name stages."""
+        """Return a stage's program for shard (rank) number `index`: stages with which it exchanges values become shards."""
         stage = program.stage
         return replace(
             program,

@@ -61,12 +61,12 @@ def first_shard(graph: ModelGraph, values: Mapping[str, Any], num_ranks: int) ->
 def shard_values(
     words: Mapping[str, Tensor], index: Tensor, inputs: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], ...]:
-    """Return values of the context-parallel inputs, per rank, of a graph whose layers may use several kinds of words.
+    """Return, for each context-parallel rank, the values of the graph inputs `cp_*`: indices, positions and mask words.
 
     Args:
-        words: name of an input that holds mask words -> [B, T] int64.
-        index: [P, L] int64: tokens of every rank in order, -1 for free rows (`token_index`).
-        inputs: name of the input for a rank's words (`cp_words`) -> name in `words` of those of all tokens.
+        words: input name -> mask words of all tokens, [B, T] int64, one a token; layers with another mask have another input.
+        index: [P, L] int64: tokens of every rank in order, -1 for rows without a token (`token_index`).
+        inputs: name of an input with a rank's mask words -> key in `words`, such as `cp_words` -> `attention_words`.
 
     Returns:
         For each of P ranks, input name -> value. Values that do not differ by rank are the same tensor.

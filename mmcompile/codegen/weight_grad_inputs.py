@@ -31,7 +31,7 @@ class Tap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """A product of a run whose weight gradient is computed after the backward, with its taps."""
+    """A product y = x w^T + b whose weight gradient is computed after the backward, with its taps (zero arguments)."""
 
     tap: Tap
     """Tap that receives the gradient of the product's result."""
@@ -44,7 +44,7 @@ class Product:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Names of the functions of `mmcompile.codegen.weight_grad_split` that the product's text calls."""
+        """Names of the functions of `mmcompile.codegen.weight_grad_split` that the generated code of this product calls."""
         return ("tapped",) if self.x_tap is None else ("tapped", "handed")
 
 

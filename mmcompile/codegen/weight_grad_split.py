@@ -71,15 +71,15 @@ class DeferredGradient:
     """The gradient of one weight for one microbatch, still to be computed."""
 
     tap: Tensor
-    """Tap [..., out], whose gradient is the gradient of the product's result."""
+    """Zeros [..., out]; the backward leaves the gradient of the product's result as their gradient."""
     x: Tensor
-    """Input of the product, [..., in]; if the input is recomputed, the tap that receives it."""
+    """Input of the product, [..., in]; if `recomputed`, zeros of that shape whose gradient is the input after the backward."""
     weight: Tensor
     """Weight, [out, in]."""
     bias: Tensor | None
     """Bias, [out]; None if it does not train."""
     recomputed: bool = False
-    """True if `x` is a tap that receives the recomputed input, not the input itself."""
+    """True if `x` is not the product's input but zeros that have the recomputed input as gradient after the backward."""
 
     def add(self) -> None:
         """Add the gradients of weight and bias to their `.grad`; do no work if the backward did not reach the product."""

@@ -38,7 +38,7 @@ class Capture:
         return {**tensors, **self.sizes.size_inputs(self.sizes.bind(tensors) or {})}
 
     def values(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int]:
-        """Return what the graph takes for a flat batch that it holds for, by name: tensors, sizes and host values."""
+        """Return the values of the graph's inputs for a flat batch, by name: tensors, their sizes, and `HostResult.values`."""
         given = self.given(batch)
         return {**given, **self.host.run(given).values}
 

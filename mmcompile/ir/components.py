@@ -347,7 +347,7 @@ def _labels(
     names: list[str],
     index: Mapping[fx.Node, int],
 ) -> list[str]:
-    """Return the layers' `names`; those before and after the blocks are replaced by the path of the first module in each."""
+    """Return the layer names of a component, with "inputs" and "outputs" replaced by the path of a module of that layer."""
     labels = list(names)
     for position, name in enumerate(names):
         if name in (INPUTS, OUTPUTS):

@@ -104,7 +104,7 @@ class _Memory:
     viewed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """View -> the node it views."""
     present: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Node -> node with its value after the first `seen[node]` in-place writes to its memory."""
+    """Node -> node with its value after some number of in-place writes to its memory; `seen` holds that number."""
     seen: dict[fx.Node, int] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
     """Node that allocated some memory -> number of in-place writes to this memory so far."""

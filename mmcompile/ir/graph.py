@@ -175,7 +175,7 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the parameter, or of the part."""
+        """Number of elements of the parameter; if `shard` is set, of the part of the parameter that this spec describes."""
         return math.prod(self.shape)
 
     @property
@@ -212,7 +212,7 @@ class LossInfo:
     """Form of the loss: our node summing over valid tokens, or the model's own scalar."""
 
     per_token: bool
-    """True: the graph returns (sum of token losses, number of valid tokens) and is divided once per step."""
+    """True: the graph returns (sum of token losses, number of valid tokens); a step's sum is divided once, by all its tokens."""
     reason: str = ""
     """Reason why `per_token` is False (each microbatch then weighs by its number of samples)."""
 

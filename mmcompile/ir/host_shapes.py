@@ -28,10 +28,10 @@ HOST_PREFIX = "host_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostResult:
-    """Result of the host program for one batch."""
+    """Values that a captured graph needs of one batch, computed on the CPU before the graph runs."""
 
     reads: tuple[object, ...]
-    """Lists and numbers that Python read, in graph order, then the shapes that depend on values and that the graph fixes."""
+    """Lists and numbers that Python read in capture, then shapes of `values`; the graph fits only batches with equal ones."""
     values: Mapping[str, torch.Tensor]
     """Host input name -> value."""
     num_tokens: int | None
@@ -40,7 +40,7 @@ class HostResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostProgram:
-    """A small graph over integer inputs, run eagerly on the CPU."""
+    """A small graph, run eagerly on the CPU, that computes from a batch the values that a captured graph needs (`HostResult`)."""
 
     module: fx.GraphModule = field(repr=False)
     inputs: tuple[str, ...]
@@ -51,7 +51,7 @@ class HostProgram:
     """Names of host values whose shape Python read as numbers: the graph holds only for batches that give an equal shape."""
 
     def run(self, batch: Mapping[str, torch.Tensor | int]) -> HostResult:
-        """Evaluate the program, a few small ops, on a batch and its sizes by name; the capture must hold for its shapes."""
+        """Compute the values from a batch (input name -> tensor, or int for a size), whose shapes the capture must allow."""
         with torch.no_grad():
             results = self.module(*(batch[name] for name in self.inputs))
         reads = (read.tolist() if isinstance(read, torch.Tensor) else read for read in results[: self.num_reads])
@@ -345,7 +345,7 @@ def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> lis
 def _extract(
     module: fx.GraphModule, reads: list[fx.Node], dynamic: list[fx.Node], labels: list[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return (module that computes `reads`, `dynamic` and the number of valid `labels` from the batch, names of its inputs)."""
+    """Return (module: batch -> values of the given nodes, for `labels` the number of valid ones; names of module inputs)."""
     read: list[Any] = [node.args[0] if node.target is VALUE_READ else node for node in reads]
     wanted: list[fx.Node] = [*read, *dynamic, *labels]
     needed = reached(wanted, _sources)

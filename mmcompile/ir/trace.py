@@ -56,7 +56,7 @@ class Trace:
     """A captured training step: no op works in place, and Python reads no value in it."""
 
     module: fx.GraphModule = field(repr=False)
-    """Batch tensors, then sizes and host values -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
+    """Batch tensors, sizes of their dims, tensors of `host` -> (loss_sum, num_tokens) or (loss,). Parameters are the model's."""
     host: HostProgram
     sizes: Sizes = field(repr=False)
     loss: LossInfo

@@ -74,7 +74,7 @@ class ContextParallel(Rewrite):
     local_tokens: int | None = None
     """Number of token rows on one rank in the captured batch; only recorded shapes depend on it.
 
-    None: equal parts of the sequence, free rows included.
+    None: equal parts of the sequence, padded with rows without a token.
     """
     head_stride: int = 0
     """Number of key/value heads gathered at a time, so that gathering overlaps with computation; 0 gathers all at once."""
@@ -131,7 +131,7 @@ def _call(node: fx.Node) -> Any:
 
 
 def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the inputs with the mask words of bitfield attention in `nodes`, the calls in layers from 1 on, in graph order."""
+    """Return the graph inputs with masks (one int64 word a token) that attention calls in `nodes` read, in order of first use."""
     words = []
     for node in nodes:
         if op_name(node) != _ATTENTION:
@@ -161,7 +161,7 @@ class _Inputs:
     positions: fx.Node
     kv_positions: fx.Node
     words: Mapping[fx.Node, fx.Node]
-    """Input with the words of all tokens -> input with the words of the rank's tokens."""
+    """Graph input with the mask words (int64, one a token) of all tokens -> input with those of the rank's tokens."""
     kv_words: Mapping[fx.Node, fx.Node]
 
     @property

@@ -1,8 +1,8 @@
 """`SequenceSharder`: makes the nodes that take a rank's rows of a whole value.
 
-A `shard_tokens` node is placed where the least is sent. For a shared value the node is shared too: each stage computes
-both again. For a whole value from layer 0 or another component the node is in layer 0, so that links carry only a
-rank's rows of the sequence.
+A `shard_tokens` node is placed so that the least is sent between stages. Each stage computes a value that belongs to no layer
+(mask, rotary table) for itself, and also its `shard_tokens` node. For a whole value from layer 0 or another component the
+node is in layer 0, so that only a rank's rows of the sequence are sent.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class SequenceSharder:
         )
 
     def _place(self, value: fx.Node) -> NodeInfo:
-        """Return the place of the node that shards `value`: that of `value` if shared or made in this component, else layer 0."""
         if value.op == "call_function":
             note = info(value)
             if note.shared or note.component == self.component:
@@ -108,7 +107,7 @@ class _Chain:
     after: fx.Node
     note: NodeInfo
     value: fx.Node
-    """The last node of the sequence."""
+    """Node added last; before the first, the node that it is to read."""
     full: tuple[Size, ...]
     """Shape of the last node's value before tokens are sharded."""
     flow: TokenFlow

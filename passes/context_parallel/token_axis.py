@@ -29,10 +29,11 @@ LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAxis:
-    """A dim of size outer * tokens * inner: batch and tokens merged into rows, or tokens repeated once per expert.
+    """A dim that runs over tokens, of size outer * tokens * inner.
 
-    Where the model left out tokens at the ends of a row (logits without the last), ranks keep their rows of these tokens. Results
-    are the same: no sharded op reads another token, and the loss gets an ignored label for left-out ones.
+    `outer` > 1: batch and tokens are merged, as in [B * T, hidden]. `inner` > 1: each token is repeated, once per expert.
+    If the model leaves out tokens at the ends of a row (logits without the last), ranks compute rows of these tokens as well.
+    Results are the same: no sharded op reads another token, and the loss gets an ignored label for left-out ones.
     """
 
     dim: int
@@ -84,7 +85,7 @@ class TokenFlow:
         return self.number(axis.outer) * self.kept(axis) * axis.inner
 
     def kept(self, axis: TokenAxis) -> int:
-        """Return the number of tokens of a row that the model keeps, in the captured batch."""
+        """Return how many tokens of a row of the captured batch the dim `axis` covers: all but those left out at its ends."""
         return self.tokens - axis.front - axis.back
 
     def spread_inputs(self, node: fx.Node) -> tuple[fx.Node, ...]:

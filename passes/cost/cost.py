@@ -159,9 +159,10 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
-    """Add to `work`, the work of one node, the same amounts under attention's fields if it is attention.
+    """Add to `work`, the work of one node, the fields that count a share of it once more.
 
-    Add the `kept_*` fields if selective recomputation keeps its result.
+    For attention: its FLOPs, and the bytes of keys and values. If selective recomputation keeps the node's result: `kept_*`, the
+    bytes and kernels of its forward.
     """
     growth = growths.work(node)
     if op_name(node) in ATTENTION or growth == Growth.SQUARES:

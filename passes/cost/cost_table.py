@@ -17,7 +17,7 @@ NOTHING = LayerCost(**dict.fromkeys(SIZED, 0))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrowingCost:
-    """The cost of one layer at its captured load, split by growth into three parts that add up to it."""
+    """The cost of one layer for the captured batch: a fixed part, and parts proportional to tokens and to squared lengths."""
 
     fixed: LayerCost = NOTHING
     by_tokens: LayerCost = NOTHING
@@ -27,7 +27,7 @@ class GrowingCost:
 
     @property
     def total(self) -> LayerCost:
-        """Return the cost at the captured load, the sum of the three parts."""
+        """The whole cost for the captured batch: the sum of `fixed`, `by_tokens` and `by_squares`."""
         return _sum(self.fixed, self.by_tokens, self.by_squares)
 
     def scaled(self, tokens: Fraction, squares: Fraction) -> LayerCost:
@@ -64,7 +64,7 @@ class CostTable:
     loads: Mapping[str, Load] = field(default_factory=dict)
     """Component -> load of the microbatch that `layers` describes. A projector has the load of the encoder that feeds it."""
     growing: Mapping[str, tuple[GrowingCost, ...]] = field(default_factory=dict, repr=False)
-    """Component -> one cost per layer at the captured load, split by growth."""
+    """Component -> cost of each layer for the captured batch: a fixed part and parts by tokens and by squared lengths."""
     captured_loads: Mapping[str, Load] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, component: str) -> tuple[LayerCost, ...]:

@@ -29,10 +29,10 @@ _PARTS = aten_ops("slice select narrow unbind split split_with_sizes chunk")
 
 
 def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
-    """Return the kernels of the backward of a node that carries gradient.
+    """Return the kernels of the backward of a node that carries gradient, each as the nodes whose values it reads or writes.
 
-    A kernel that reads the values kept by the forward is `[node, *inputs]`. `carries(reader, source)` returns whether
-    the backward of `reader` makes a gradient for its input `source`.
+    A gradient is listed as its node: for y = x @ w, each of the two kernels is `[y, x, w]`. `carries(reader, source)` returns
+    whether the backward of `reader` makes a gradient for its input `source`.
     """
     wanted = [source for source in node.all_input_nodes if carries(node, source)]
     kernels = [kernel for source in wanted for kernel in _for_input(node, source)]

@@ -38,7 +38,7 @@ class OpCosts(Analysis[int]):
                 )
 
     def run(self, graph: ModelGraph) -> int:
-        """Set the rules, and return the number of nodes that have one."""
+        """Annotate each node whose op is in `rules` with its rule; return the number of these nodes."""
         found = [node for node in graph.calls if op_name(node) in self.rules]
         for node in found:
             annotate(node, flops_rule=self.rules[op_name(node)])

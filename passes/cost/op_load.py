@@ -1,7 +1,8 @@
 """Growth of a node's work with the load of its component, and the load of a component in the capture.
 
-One capture has one size. A node's work is fixed, or grows with the rows of a microbatch, or with the pairs of rows that see each
-other. Size symbols in the graph show which; without symbols, the node's op, operands and shapes do.
+The load is the number of rows (tokens) that a component processes, and the sum of its squared sequence lengths. A capture shows
+one load. For others, a node's work is fixed, or grows with the rows, or with the pairs of rows that attend to each other. Size
+symbols in the graph show which; without symbols, the node's op, operands and shapes do.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _self_lengths(node: fx.Node) -> Lengths | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Lengths:
-    """Return the sequence lengths of a component without attention: with a first output [..., rows, features], `rows` each."""
+    """Return the sequence lengths of a component without attention, from its first output: shape [3, 49, 64] -> (49, 49, 49)."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [own for node in flowing for own in map(concrete_shape, tensors(node)[:1]) if len(own) > 1]
@@ -93,7 +94,7 @@ def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) ->
 
 
 class Growths:
-    """Finds how the size and work of nodes of one component grow with its load.
+    """Finds how sizes and work of a component's nodes grow: not at all, with tokens, or with squared sequence lengths.
 
     Args:
         lengths: lengths of the component's sequences.
@@ -107,7 +108,7 @@ class Growths:
         self._known: dict[fx.Node, Growth] = {}
 
     def size(self, node: fx.Node) -> Growth:
-        """Return the growth of the number of elements of a node's tensors."""
+        """Return how the size of a node's tensors grows: not at all, with tokens, or with squared sequence lengths."""
         pending = [node]
         while pending:  # not recursive: graphs are deep
             current = pending[-1]
@@ -122,7 +123,7 @@ class Growths:
         return self._known[node]
 
     def work(self, node: fx.Node) -> Growth:
-        """Return the growth of a node's FLOPs with the load of its component."""
+        """Return how a node's FLOPs grow: not at all, with tokens, or with squared sequence lengths."""
         if node in self._fixed:
             return self.size(node)
         lengths = attention_lengths(node)
@@ -156,7 +157,7 @@ class Growths:
         return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
 
     def _size_of_fixed(self, node: fx.Node) -> Growth:
-        """Return the growth with the tokens of a mask or table: SQUARES if two dims have sequence lengths, TOKENS if one has."""
+        """Return how a node made of constants grows: SQUARES if two dims have a sequence's length (a mask), TOKENS if one."""
         if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
             return Growth.FIXED
         if self._may_be_pairs(node):

@@ -77,7 +77,7 @@ class Saved:
 
     num_bytes: int
     owner: fx.Node
-    """Node whose value the storage holds; for an op's internal tensor, a node whose size grows alike with the load."""
+    """Node whose value the storage holds; for an op's internal tensor, a node whose size is proportional to the tensor's."""
 
 
 def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, Saved]:
@@ -139,7 +139,7 @@ def _memory_owner(node: fx.Node) -> fx.Node:
 
 
 def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-    """Return (node that grows with the load in the same way, bytes) for each tensor saved beside an op's inputs and result."""
+    """Return (node whose size is proportional to the tensor's, bytes) for each tensor saved beside an op's inputs and result."""
     name = op_name(node)
     values = tensors(node)
     if name in _ROW_STATISTICS:

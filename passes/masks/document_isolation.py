@@ -54,7 +54,7 @@ class _IsolationProof:
     """Packed batches with the same documents; the captured batch is first."""
     flow: TokenFlow = field(init=False)
     met: list[tuple[fx.Node, fx.Node, TokenAxis]] = field(default_factory=list)
-    """Values made of no token embedding that are combined with token states: (value, its alias in the flow, its token dim)."""
+    """(value, its alias in `flow`, token dim) for values that meet token states in an op but are not made of token embeddings."""
     picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     """Node with rows selected from tokens -> nodes of the row indices."""
     blocks: set[fx.Node] = field(default_factory=set)
@@ -88,7 +88,7 @@ class _IsolationProof:
             self._check_taken_along(value, axis)
 
     def _spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """Return an alias of `value`, made of no token embedding, that token states are combined with; add both to `met`."""
+        """Return an alias of `value`, such as a mask, to be followed as one value per token; record both in `met`."""
         for known, made, place in self.met:
             if known is value and place == axis:
                 return made
@@ -130,7 +130,7 @@ class _IsolationProof:
         self.picked[node] = places
 
     def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
-        """Return whether row i of `node` comes from the token at index i of `places`, if it comes from selected tokens at all."""
+        """Return whether rows of `node` are put back (at `places`) at the indices where they were selected; True if none were."""
         if node in self.picked:
             pairs = list(zip(self.picked[node], places, strict=False))
             return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)

@@ -1,6 +1,9 @@
-"""`MaskFormula`: the one form of a mask that mask words can express, recognised however the model computes it.
+"""`MaskFormula`: the one form of a mask that int64 words, one a token, can express, recognised however the model computes it.
 
 visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q and q - k < window or islands(q) = islands(k))
+
+Query q sees key k if k is no padding, both are in one packed document, and either k is not after q and within the window, or
+both are in one island (tokens, such as those of an image, that see each other in both directions).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ Test = tuple[Expression, bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFormula:
-    """A mask in the form that mask words can express; each expression is a function of batch row b and one token t."""
+    """A mask that int64 words, one a token, can express; each expression is a function of batch row b and one token t."""
 
     causal: bool
     valid: tuple[Test, ...] = ()
@@ -39,7 +42,7 @@ class MaskFormula:
     documents: Expression | None = None
     islands: Expression | None = None
     island_tests: tuple[Test, ...] = ()
-    """Tests that must all hold for a token to be in an island."""
+    """Tests that a token must all pass to be in an island: a group of tokens that see each other in both directions."""
     window: int | None = None
     window_bounds_islands: bool = False
 
@@ -53,7 +56,7 @@ def recognise(mask: fx.Node | None, reader: MaskReader, *, causal: bool) -> Mask
         causal: True if attention without a mask is causal.
 
     Raises:
-        UnrecognisedMask: no words can express it.
+        UnrecognisedMask: the mask is not of the form of `MaskFormula`.
     """
     if mask is None:
         return MaskFormula(causal=causal)
@@ -134,7 +137,7 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
 
 
 def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
-    """Return (document ids or None, tests of keys, window or None) from the claims that hold for all visible pairs."""
+    """Return (document ids or None, tests of keys, window in tokens or None) from conditions that hold if a query sees a key."""
     same, keys, queries = _by_side(claims)
     reach = [claim for claim in claims if claim.kind == "reach"]
     if len(same) > 1 or any(not claim.positive for claim in same):
@@ -148,7 +151,7 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
-    """Return (island ids, tests of an island's tokens) from the claims under which a mask shows a query a later key.
+    """Return (island ids, tests that a token of an island must pass) from the conditions under which a query sees a later key.
 
     An island is a group of tokens, such as those of an image, that attend to each other in both directions.
     """

@@ -1,4 +1,4 @@
-"""Graph nodes of a mask formula: its words node, and the small nodes on [batch, tokens] that the words read."""
+"""Graph nodes that compute a `MaskFormula`: a node with one int64 word a token, and small nodes [batch, tokens] that it reads."""
 
 from __future__ import annotations
 

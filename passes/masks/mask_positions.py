@@ -48,9 +48,9 @@ def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression,
 
 
 def _documents(expression: Expression, reader: MaskReader) -> Iterator[tuple[Expression, Expression]]:
-    """Yield (document ids, position ids), per token, for each comparison in `expression` of ids counted by a cumsum.
+    """Yield (document ids, position ids), expressions per token, for each comparison of document ids in `expression`.
 
-    Such ids go up by one wherever position ids do not grow by one.
+    Ids count as document ids if a cumsum computes them that increases wherever position ids do not increase by one.
     """
     match expression:
         case Elementwise("eq", (NodeElement(node, _) as left, NodeElement() as right)) if _sides(left, right):

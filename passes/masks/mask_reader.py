@@ -50,7 +50,10 @@ class MaskReader:
         return self._known[key]
 
     def per_token(self) -> Iterator[tuple[Expression, fx.Node, Places]]:
-        """Yield (expression per token [b, t], node, its index) of every node read so far at a query's or a key's index."""
+        """Yield (expression, node, index) for each node read so far at the index of a query or key.
+
+        The expression is the element of `node` at `index`, such as [b, t], with token t in place of the query or key.
+        """
         for (node, index), expression in self._known.items():
             places = tuple(map(per_token, index))
             if AxisIndex("t") in places and not isinstance(expression, (AxisIndex, Number)):

@@ -263,7 +263,7 @@ def _limited(alternatives: Alternatives) -> Alternatives:
 
 
 def absorbed(alternatives: Alternatives) -> Alternatives:
-    """Return the alternatives without those that contain all claims of another one."""
+    """Return the alternatives (sets of conditions) that are no superset of another: {{a}, {a, b}, {c}} -> {{a}, {c}}."""
     return frozenset(a for a in alternatives if not any(other < a for other in alternatives))
 
 

@@ -90,13 +90,13 @@ class GraphFacts:
 
 @dataclass(kw_only=True, slots=True)
 class LayerFacts:
-    """Looks up facts of one layer while its regions are searched; `taken` and `refused` grow as regions are found."""
+    """Looks up facts of one layer during the search for regions: sets of nodes whose values are sharded over ranks."""
 
     whole: GraphFacts
     nodes: Sequence[fx.Node]
     members: Set[fx.Node] = field(init=False)
     taken: set[fx.Node] = field(default_factory=set)
-    """Nodes of the regions found so far."""
+    """Nodes found so far that run sharded: those of regions, and token embeddings."""
     refused: set[fx.Node] = field(default_factory=set)
     """Projections that were found to be impossible to shard."""
     head_counts: Set[int] = field(init=False)
@@ -109,7 +109,7 @@ class LayerFacts:
         self.head_counts = {own[-3] for own in sizes if len(own) >= 3}
 
     def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
-        """Return the nearest projections from which a value is made, if in no region and with outputs divisible by `count`."""
+        """Return nearest projections that `value` is made from, not `taken` or `refused`, with outputs divisible by `count`."""
 
         def before(node: fx.Node) -> Iterable[fx.Node]:
             return node.all_input_nodes if node in self.members and projection(node) is None else ()

@@ -1,8 +1,8 @@
-"""`shardings`: parts of a component's layers that can be sharded at a degree, with reasons for the parts that cannot.
+"""`shardings`: parts of a component's layers that can be sharded over a number of ranks, with reasons for those that cannot.
 
-A region starts at one projection. Where its sharded result meets a whole value from another projection of the layer,
-that projection is added to the region (keys to queries, up to gate). Where an added projection cannot be sharded, it is
-removed and each rank takes a part of its whole result (fewer key/value heads than ranks).
+A region, a set of nodes with sharded values, starts at one projection, such as that to queries. Where its result meets the
+whole result of another projection of the layer (to keys), that projection is sharded too, as part of the region. If it
+cannot be (fewer key/value heads than ranks), every rank computes its whole result and uses a part of it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 
 class Refinement(Refusal):
-    """Refusal with a remedy: divide a projection's outputs into finer blocks, and follow the region again."""
+    """Refusal with a remedy: start again with the outputs of projection `origin` divided into smaller `blocks` (their sizes)."""
 
     def __init__(
         self, node: fx.Node, reason: str, origin: fx.Node, blocks: tuple[int, ...], *, indivisible: bool = False
@@ -48,7 +48,7 @@ class Refinement(Refusal):
 
 
 class RegionGrowth(Exception):
-    """Exception: a sharded value meets results of more projections; the region is followed again with these sharded too."""
+    """Exception: a sharded value meets results of unsharded `projections`; sharding must start again with these sharded too."""
 
     def __init__(self, projections: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ Rule = Callable[["ShardFlow", fx.Node], Shards | None]
 
 @dataclass(kw_only=True, slots=True)
 class ShardFlow:
-    """One attempt to shard a region from its first projections; after `run` it holds the region."""
+    """One attempt to shard nodes of a layer, from the projections `columns` on; after `run` it holds what is sharded and how."""
 
     count: int
     facts: LayerFacts
@@ -174,7 +174,7 @@ class ShardFlow:
             self.parts[node, value] = wanted
 
     def meet_along(self, node: fx.Node, values: Iterable[fx.Node], from_right: int, blocks: Sequence[int]) -> None:
-        """Require that inputs are sharded by blocks in dim `from_right`, counted back from -1, the last, where they have it."""
+        """Require that inputs `values` of `node` are sharded in `blocks` of dim `from_right` (-1: the last), if they have it."""
         for value in values:
             dim = len(shape(value)) + from_right
             if value in self.shards or dim >= 0 and shape(value)[dim] != 1:
@@ -190,14 +190,14 @@ class ShardFlow:
     def refine(
         self, node: fx.Node, value: fx.Node, blocks: Sequence[int], reason: str, *, indivisible: bool = False
     ) -> None:
-        """Raise Refinement if finer blocks of the projection that made a sharded value can help; else return.
+        """Raise Refinement if `value` gets `blocks` when the outputs of the projection that made it are divided so; else return.
 
         Args:
-            node: node that needs the finer blocks.
+            node: node that needs the smaller blocks (parts of a dim, of each of which every rank has an equal part).
             value: sharded value that the node reads.
             blocks: requested sizes of the blocks along the sharded dim of `value`.
-            reason: reason for the refusal, if the region cannot be followed again.
-            indivisible: True if a size does not divide by the degree, so that a smaller degree may shard the region.
+            reason: reason for the refusal, reported if no other attempt to shard succeeds.
+            indivisible: True if a size does not divide by the number of ranks, so that sharding over fewer may succeed.
         """
         origins = self.origins[value]
         if len(origins) != 1:

@@ -74,7 +74,7 @@ def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
 def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
     """Return the sharding of a linear layer's result; None if input features are sharded: results are then summed over ranks.
 
-    If another dim is sharded (a gate per head), the layer is applied to each part.
+    If another dim of the input is sharded (such as heads), the result is sharded in the same dim.
     """
     value, weight = node.args[0], node.args[1]
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(weight, fx.Node):

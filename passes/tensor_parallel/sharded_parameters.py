@@ -81,7 +81,7 @@ class ShardedParameters(Rewrite):
         return rewritten(made, lines, shards={**made.shards, **shards})
 
     def _gather(self, facts: GraphFacts, parameter: str, shard: TensorShard) -> None:
-        """Insert a node in each layer that reads a parameter, which gathers its parts, sharded as `shard`, from all replicas."""
+        """Insert, in each layer that reads a parameter, a node that joins the parts of it that the replicas hold (`shard`)."""
         readers: dict[tuple[str | None, int], list[tuple[fx.Node, fx.Node]]] = {}
         for reader, source in sorted(facts.readers[parameter], key=lambda pair: pair[0]):
             readers.setdefault((info(reader).component, info(reader).layer), []).append((reader, source))

@@ -28,7 +28,7 @@ _REARRANGES = aten_ops(
 
 @dataclass(kw_only=True, slots=True)
 class ShardRewriter:
-    """Rewrites a graph so that ranks run the regions found; afterwards `shards` has the sharding of each sharded parameter."""
+    """Rewrites a graph so that each rank computes its part of the values that `ComponentSharding` shards."""
 
     facts: GraphFacts
     group: str
@@ -39,7 +39,7 @@ class ShardRewriter:
     """Node that computes a rank's summand -> node of the sum over ranks, which other nodes read instead."""
 
     def apply(self, sharding: ComponentSharding) -> None:
-        """Rewrite the regions and embeddings of one component."""
+        """Rewrite all nodes of one component that `sharding` shards over ranks, token embeddings included."""
         for (_, parameter), shard in sharding.weights().items():
             self.shards[self.facts.parameters[str(parameter.target)]] = shard
             _set_local(parameter, shard)

@@ -31,10 +31,10 @@ _LOSS_NUMBERS = 3
 def tensor_shares(
     facts: GraphFacts, sharding: ComponentSharding, parts: Sequence[Parts] | None = None
 ) -> tuple[TensorShare, ...]:
-    """Return, for each layer of a component, the bytes all-reduced and one rank's shares of the cost in the captured batch.
+    """Return, for each layer of a component, the bytes that its ranks all-reduce in the captured batch, with the given `parts`.
 
     Args:
-        parts: one rank's shares of each layer's cost, by layer; None if unknown.
+        parts: for each layer, the fraction of each cost field that one rank has (`rank_parts`); None if unknown.
     """
     component = facts.graph.component(sharding.component)
     specs = facts.graph.specs
@@ -65,10 +65,10 @@ def tensor_shares(
 def rank_parts(
     graph: ModelGraph, whole: CostTable, found: Mapping[str, ComponentSharding], degree: int
 ) -> Mapping[str, tuple[Parts, ...]]:
-    """Return component -> one rank's shares in the cost of each of its layers, for the captured batch.
+    """Return component -> for each layer, the fraction of each cost field that one rank has, for the captured batch.
 
-    The shares are measured on the sharded graph, which the ranks run. Values outside sharded regions (residuals, norms)
-    stay whole on every rank, work in regions is divided, and collectives add copies; the cost pass counts all of this.
+    The fractions are measured on the sharded graph, which the ranks run. Unsharded values (residuals, norms) stay whole on
+    every rank, sharded work is divided, and collectives copy values; the cost pass counts all of this.
 
     Args:
         graph: annotated by gradient-flow; it is not changed.

@@ -83,9 +83,9 @@ def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int
 def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
     """Return the sharding of `node`, a view of the elements of `value` in the same order.
 
-    Of the dims that the view splits or merges with the sharded one, some are before it (outer) and some behind it (inner). For
-    each index of the outer dims, a block is a run of consecutive elements: its size times the inner sizes. A dim of the result is
-    sharded if its blocks are the same runs; Refusal is raised if there is none.
+    A block of the sharded dim is a run of consecutive elements. Example: [6, 5] with blocks of 4 and 2 in dim 0 has runs of 20
+    and 10 elements, so a view [30] has blocks of 20 and 10. The dim of the result that divides into the same runs is sharded;
+    Refusal is raised if there is none.
     """
     shard, old, new = flow.shard_of(value), shape(value), shape(node)
     if prod(old) != prod(new):
@@ -122,9 +122,10 @@ def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, 
 
 
 def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ...]:
-    """Return the sizes of the blocks of one dim of a view, from the lengths of consecutive runs of elements; () if none fit.
+    """Return the block sizes of one dim of a view whose elements, in memory order, form runs of these lengths; () if none fit.
 
-    Example: with 2 outer elements (`repeats`) and 5 inner ones, runs (20, 10, 20, 10) are blocks (4, 2), and (20, 10) is ().
+    `repeats` and `inner` are the products of the sizes before and after the dim. Example for dim 1 of a view [2, 6, 5]: runs
+    (20, 10, 20, 10) -> (4, 2), as 20 = 4 * 5 and 10 = 2 * 5, once per index of dim 0; runs (20, 10) -> ().
     """
     period, rest = divmod(len(runs), repeats)
     one = runs[:period]
@@ -134,7 +135,7 @@ def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ..
 
 
 def split(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Return the sharding of each piece of chunk or split; pieces along the sharded dim must consist of whole blocks."""
+    """Return the sharding of each piece of chunk or split; a piece along the sharded dim must not cut a block (`TensorShard`)."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     pieces = tensors(node)

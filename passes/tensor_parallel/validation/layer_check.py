@@ -196,7 +196,7 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the calls, in graph order, that compute a layer's inputs `outside` from random floats and from the batch."""
+        """Return the calls, in graph order, that compute the layer's inputs `outside`, back to the first with a float result."""
         needed = reached(outside, lambda node: () if _is_float(node) else node.all_input_nodes)
         return [node for node in self.whole.calls if node in needed]
 

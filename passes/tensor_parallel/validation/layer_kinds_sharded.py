@@ -1,4 +1,4 @@
-"""`ShardKinds`: kinds of sharded layers, so that one layer of each is checked; equal for every batch."""
+"""`ShardKinds`: kinds of sharded layers, so that one layer of each kind is checked. A layer has the same kind for every batch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class LayerMatches:
 
     @classmethod
     def of(cls, whole: ModelGraph, sharded: ModelGraph) -> LayerMatches:
-        """Return the correspondence between two graphs.
+        """Match nodes of a sharded graph with those of the whole graph: by name, and layer outputs by their order.
 
         Raises:
             VerifyError: a layer has different numbers of outputs in the two graphs.
@@ -66,7 +66,10 @@ class LayerMatches:
         return [(self._value_of[node], node) for node in _leaving(nodes)]
 
     def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-        """Yield, for each gradient that enters the layer, (value, node that receives it, True if another component sends it)."""
+        """Yield (value, node, foreign) for each gradient that enters the layer in the backward.
+
+        It is the gradient of `value` (a node of the whole graph) and enters at `node`; `foreign`: another component sends it.
+        """
         members = set(nodes)
         for value, node in self.outputs(nodes):
             exits = [user for user in node.users if _is_exit(user)]

@@ -59,7 +59,7 @@ class Lockstep:
         """Values of the nodes run so far, and values that were given."""
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
-        """Run the calls among `nodes`, which are in graph order; other nodes are skipped."""
+        """Compute the calls among `nodes` (in graph order) on every rank, and add their results to `values`; skip other nodes."""
         for node in nodes:
             if node.op == "call_function":
                 self.values[node] = self._call(node)
