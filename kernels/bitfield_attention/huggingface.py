@@ -3,13 +3,14 @@
     use_bitfield_attention(model)
     model(input_ids, ..., bitfield_words=words)
 
-Words travel as a keyword argument, which models hand down to every attention layer, also under gradient checkpointing.
-They can also be the `attention_mask` itself, as words[:, None, None, :]: models pass a mask of four dims on as it is.
+Words, an int64 per token, encode the mask. They travel as a keyword argument, which models hand down to every attention layer,
+also under gradient checkpointing, or as the `attention_mask` words[:, None, None, :]: models pass on a mask of four dims as is.
 Without words a model whose own mask is plainly causal, with padding, gets words of that mask; any other mask raises.
 If words are given, they are the mask, and a padding mask passed with them is not read.
 
-Models that cut islands at their sliding window (Gemma 3 and 4) agree with words, whose window bounds the causal term
-alone, only while no island is longer than the window; `check_words_reach_every_layer` checks that.
+An island is a set of tokens, such as an image's, that see each other in both directions. In Gemma 3 and 4 the sliding window
+limits attention inside islands too; with words it limits only causal attention. The results are equal only while no island is
+longer than the window; `check_words_reach_every_layer` checks that.
 
 The name is registered for attention and for masks: with the first alone, models drop the mask silently.
 Works with transformers 5.17 to 5.24.

@@ -1,4 +1,4 @@
-"""Check that the caller's words reach every attention layer of a Hugging Face model."""
+"""Check that the caller's mask (`bitfield_words`, an int64 per token) reaches every attention layer of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
 
 @dataclass(kw_only=True, slots=True)
 class _Trace:
-    """Numbers of attention calls of each layer inside `expect_words`: with the mask words of the caller, without, and others."""
+    """Numbers of attention calls of each layer in `expect_words`: with `bitfield_words`, without, with another kind of mask."""
 
     with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
     without: Counter[torch.nn.Module] = field(default_factory=Counter)
     others: Counter[torch.nn.Module] = field(default_factory=Counter)
-    """Calls to which words do not apply: cross-attention, an encoder, a decoding step."""
+    """Calls that use another mask than `bitfield_words`: cross-attention, an encoder, a decoding step."""
     own_masks: int = 0
     """Number of times that a model made words from its own mask."""
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -45,20 +45,21 @@ _TRACE: ContextVar[_Trace | None] = ContextVar("bitfield attention calls", defau
 
 
 def current_trace() -> _Trace | None:
-    """Return the counts of the enclosing `expect_words`; None outside of it and under torch.compile."""
+    """Return the numbers of attention calls in the enclosing `expect_words`; None outside of it and under torch.compile."""
     return None if torch.compiler.is_compiling() else _TRACE.get()
 
 
 @contextmanager
 def expect_words(model: PreTrainedModel) -> Generator[Counter[str]]:
-    """Raise on exit unless each self-attention layer of the language model received the caller's words at least once.
+    """Raise on exit unless each self-attention layer of the language model received the caller's mask (`bitfield_words`).
 
     Yields:
         Layer name -> number of calls with words, filled on exit. Recomputed calls of gradient checkpointing count as
         calls.
 
     Raises:
-        MaskError: a layer was not called, or received a mask that the model made; or (Gemma 3, 4) an island exceeds a window.
+        MaskError: a layer was not called, or received a mask that the model made; or (Gemma 3, 4) an island, which is tokens that
+            all see each other, as those of one image, is longer than the sliding window.
     """
     trace, calls = _Trace(), Counter[str]()
     token = _TRACE.set(trace)

@@ -23,7 +23,10 @@ def block_part(x: torch.Tensor, dim: int, blocks: Sequence[int], index: int, cou
 
 
 def join_blocks(parts: Sequence[torch.Tensor], dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    """Join the parts of all ranks, in order, into the whole tensor with `blocks` along `dim`: the inverse of `block_part`."""
+    """Join the parts of all ranks, in rank order, into the whole tensor, which has blocks of sizes `blocks` along `dim`.
+
+    A rank's part is an equal part of each block: [0, 1, 4] and [2, 3, 5] of blocks of sizes (4, 2) -> [0, 1, 2, 3, 4, 5].
+    """
     sizes = [block // len(parts) for block in blocks]
     pieces = [part.split(sizes, dim) for part in parts]
     return torch.cat([piece for of_block in zip(*pieces, strict=True) for piece in of_block], dim)

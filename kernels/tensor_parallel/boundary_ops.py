@@ -53,7 +53,7 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy `x`, equal on all ranks, for a component of another TP degree; one rank gets its gradient, a sum gives it to all."""
+    """Copy `x`, equal on all ranks, for another component, which sends its gradient to one rank; backward gives it to all."""
     return x.clone()
 
 

@@ -22,12 +22,12 @@ from mmcompile.errors import BatchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccumulatedStep:
-    """Counts of the parts and samples of a step computed so far, before its update, and the unit of its loss weights."""
+    """Numbers of parts (batches added up to one update) and samples of a step so far, and the divisor of its loss weights."""
 
     num_parts: int = 0
     num_samples: int = 0
     unit: float = 0.0
-    """The unit u of the module's formula, a power of two; 0.0 before the first part."""
+    """Divisor u of loss weights, a power of two: each token (or sample) of a step has weight 1 / u; 0.0 before the first part."""
     per_token: bool = True
     """True if the step's loss is a mean over tokens; False if it is a mean over samples."""
 

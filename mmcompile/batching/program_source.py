@@ -12,7 +12,7 @@ from mmcompile.data.collate import Value
 
 
 class ProgramSource(Protocol):
-    """Source of the model's stage programs by pattern; only rank 0 has one."""
+    """Source of the programs of a model's pipeline stages, one set for each captured graph (pattern); only rank 0 has one."""
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
         """Match a collated microbatch with the programs that run it, capturing a new pattern where none fits.

@@ -18,15 +18,15 @@ _WITHOUT = "plan this model with replicas=1 and train it with balance='arrival'"
 Block = tuple[int, ...]
 """Sample indices whose rows move together: one sample, or all samples of a microbatch."""
 Place = tuple[str, str, int]
-"""A value between stages: (stage that makes it, stage that reads it, its number between these stages).
+"""Identity of a value between stages: (stage that makes it, stage that reads it, number of the value between these stages).
 
-It is the same in all patterns, whose names for the value may differ.
+A value may have a different name in each captured graph (pattern) of the model; this tuple is the same in all of them.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExchangeSide:
-    """A microbatch of one balance group, as source or target of row exchanges."""
+    """A microbatch that makes an encoder's rows, or reads them in the language model: one side of a `RowExchange`."""
 
     index: int
     """Index of the microbatch in `StepPlan.microbatches`."""
@@ -44,19 +44,21 @@ def row_exchanges(
     samples: Sequence[Sample],
     alone: Callable[[int], PreparedMicrobatch],
 ) -> list[RowExchange]:
-    """Return all row exchanges between two balance groups, sorted by source, producer, target, consumer and number of the value.
+    """Return the moves of an encoder's output rows to the language-model microbatches with the same samples.
+
+    They are sorted by source, producer, target and consumer, then in the order of the producer's outputs.
 
     Args:
-        sources: microbatches of the balance group that makes values.
-        targets: microbatches of the balance group that reads them; each sample of a source is in one of them.
-        makers, readers: program names of the stages of the first and the second group, in plan order.
+        sources: microbatches of the encoder's stages.
+        targets: microbatches of the language model's stages; each sample of a source is in one of them.
+        makers, readers: program names of the encoder's and of the language model's stages, in plan order.
         samples: all samples of the step.
-        alone: function that prepares one sample (by index) as a microbatch; called only if its rows do not follow from the sizes
-            of its inputs.
+        alone: function that prepares one sample (by index) as a microbatch; called only to count the rows that the sample has in
+            an output, if this count cannot be computed from the sizes of its inputs.
 
     Raises:
-        BatchError: a value is not made of one sample's rows after the other's.
-        PlanError: the values that one group makes are not those that the other reads.
+        BatchError: the rows of an output are not those of one sample after those of another.
+        PlanError: the values that the encoder makes are not those that the language model reads.
     """
     made = {source.index: _made(source.prepared.programs, makers, readers) for source in sources}
     whole = _whole(sources, targets)
@@ -81,7 +83,7 @@ def _count(
     samples: Sequence[Sample],
     alone: Callable[[int], PreparedMicrobatch],
 ) -> int:
-    """Return the number of rows that samples `block` of microbatch `source` have in its output `port`.
+    """Return how many rows of output `port` (identity: `place`) are of samples `block`; `alone` prepares one to count its rows.
 
     Raises:
         BatchError: the number cannot be found.

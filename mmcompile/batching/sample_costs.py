@@ -31,11 +31,11 @@ def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
     """Return the predicted costs of samples given by their shapes.
 
     Returns:
-        Costs whose components are the plan's balance groups, the language model's last. `lengths` are rows of a group's first
-        component; in the last group, rows of the language model: the whole interleaved sequence.
+        Costs by balance group (stages that compute the same samples together), the language model's last. `lengths` are numbers
+        of tokens or patches in a group's first component; in the last group, of the language model's whole interleaved sequence.
 
     Raises:
-        PlanError: the plan has no rates, or chains of one balance group differ in replicas.
+        PlanError: the plan has no rates (predicted costs per token or patch), or stages of one balance group differ in replicas.
     """
     return _costs(plan, SampleSizes.of_shapes(shapes))
 

@@ -12,7 +12,7 @@ from mmcompile.planner.plan.placement import PlacedStage, lockstep_of
 from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
 
 _Replica = tuple[str, int]
-"""(name of a balance group, index of a replica of it)."""
+"""(name of a balance group, which is a set of stages that compute the same samples together; index of a replica of it)."""
 
 
 def flow_of(programs: PatternPrograms, stages: Sequence[str]) -> Flow:
@@ -64,7 +64,7 @@ def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit,
 
 
 def num_slots(plan: StepPlan) -> int:
-    """Return the number of slots, each the turn of one microbatch in a replica, up to the last backward of the step."""
+    """Return 1 + the largest slot of a forward or backward; slots number the microbatches of a replica in run order, from 0."""
     return 1 + max((microbatch.slot + microbatch.lag for microbatch in plan.microbatches), default=-1)
 
 

@@ -30,9 +30,10 @@ class ValueShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchPlan:
-    """One microbatch of one replica of a balance group: samples, pattern, and shape and dtype of every tensor that moves for it.
+    """One microbatch of one replica of a balance group: its samples, and shape and dtype of every tensor that moves for it.
 
-    Samples that the language model computes in a later slot form a separate microbatch with a separate backward.
+    A balance group is a set of stages that compute the same samples together; `pattern` names the captured graph that they run.
+    Samples of an encoder that the language model computes in a later microbatch form a microbatch with a backward of their own.
     """
 
     index: int
@@ -43,11 +44,11 @@ class MicrobatchPlan:
     sizes: dict[str, int]
     """Port name -> value, for ports of kind "size", which are integers instead of tensors."""
     flow: Flow
-    """Stages of the balance group that work on this microbatch, by program name; the other stages exchange no tensors for it."""
+    """Stages that work on this microbatch, by program name; other stages of its replica exchange no tensors for it."""
     inputs: tuple[ValueShape, ...]
-    """Batch inputs that the group's stages read, given or computed on the host; rank 0 sends them to `readers`."""
+    """Batch inputs that the stages in `flow` read, given or computed on the host; rank 0 sends them to `readers`."""
     links: tuple[ValueShape, ...]
-    """Values on links that the group's stages make or read, by name."""
+    """Tensors that the stages in `flow` send to other stages or receive from them."""
     loss_weight: float = 1.0
     """Factor on the loss that the loss stage returns: a sum over tokens, or a mean over samples.
 
@@ -59,19 +60,16 @@ class MicrobatchPlan:
     slot: int = 0
     """Position of the forward among the microbatches of its replica."""
     lag: int = 0
-    """Number of slots from forward to backward: the language model computes the samples in slot + lag."""
+    """Number of microbatches by which language model and backward are later than the forward: they compute in slot + lag."""
     number: int = 0
-    """Number by which the actions of a schedule name the microbatch.
-
-    Unique in its replica of its balance group, and equal to `slot` if no microbatch lags.
-    """
+    """Number of the microbatch in a schedule's actions, unique in its replica: slot + lag * (microbatches of a replica)."""
     readers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Rank -> names of the batch inputs that it reads; ranks that read no inputs are absent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowExchange:
-    """Rows of one value that move from a microbatch to a microbatch of another balance group; gradients take the reverse way."""
+    """Rows of one value that move from an encoder's microbatch to one of the language model; gradients take the reverse way."""
 
     source: int
     """Index of the microbatch that makes the rows."""
@@ -85,9 +83,9 @@ class RowExchange:
     target_name: str
     """Name of the value in the consumer's program."""
     rows: tuple[Range, ...]
-    """Ranges of rows in the value made, in the order in which they are sent."""
+    """Ranges of rows in the tensor of the source microbatch, in the order in which they are sent."""
     into: tuple[Range, ...]
-    """Ranges of rows in the value read, in the same order and with the same total."""
+    """Ranges of rows in the tensor of the target microbatch: one for each range in `rows`, of the same length."""
     samples: tuple[int, ...]
     """Sample of each range; the first sample if the rows of a whole microbatch are one range."""
     gradient: bool
@@ -101,7 +99,7 @@ class StepPlan:
     num_samples: int
     microbatches: tuple[MicrobatchPlan, ...]
     exchanges: tuple[RowExchange, ...] = ()
-    """Row exchanges in the order of (source, producer, target, consumer), then of the producer's results."""
+    """Rows that move from encoder to language-model microbatches, by encoder, then source, producer, target, consumer."""
     num_tokens: int = 0
     """Number of tokens with a label, over all microbatches; the loss stages check it. 0 if tokens are not counted."""
     update: bool = True

@@ -32,7 +32,7 @@ from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.schedule.schedule import Flow
 
 Costs = Callable[[Sequence[Sample]], SampleCosts]
-"""Function that returns the costs of a step's samples in each balance group, the language model last."""
+"""Function: samples of a step -> predicted seconds in each balance group (stages that share samples), the language model last."""
 Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
 """Function (samples, their numbers in error messages) -> one batch, by input name."""
 _SCHEDULES = 4
@@ -56,7 +56,7 @@ class PlannedStep:
     seconds: float
     """Seconds that planning took."""
     after: AccumulatedStep
-    """Totals of the parts of the step up to this one; empty totals (`NOTHING`) if this part updates the parameters."""
+    """Numbers of plans and samples since parameters were last updated, this one included; `NOTHING` if it updates them."""
     repeated: frozenset[int] = frozenset()
     """Indices of microbatches that another replica computes too, whose results are dropped."""
 
@@ -78,8 +78,8 @@ class StepPlanner:
     """Planner of steps, one after the other. A plan depends only on the step's samples unless measurements correct the costs.
 
     Args:
-        placement: balance groups, replicas and microbatches.
-        source: matches batches with patterns.
+        placement: balance groups (stages that compute the same samples together), replicas and microbatches.
+        source: finds the programs for a batch: those of the captured graph (pattern) that fits.
         collate: joins samples into a batch; None for `mmcompile.data.collate.collate`.
         balancer: assigns samples to replicas and microbatches.
         pad: padding value by key, as for `mmcompile.data.collate.collate`.
@@ -278,7 +278,7 @@ class StepPlanner:
         return plan, prepared, frozenset(index for index, part in enumerate(parts) if part.repeats)
 
     def _parts(self, assignment: Assignment) -> list[_SampleGroup]:
-        """Return the groups of samples that replicas compute together, sorted by slot, lag, balance group and replica."""
+        """Return groups of samples that replicas compute together, sorted by slot (run order), lag (deferral), group, replica."""
         found: dict[tuple[int, int, int, int], list[int]] = {}
         last = assignment.microbatch[-1]
         for tower in range(len(self._towers)):

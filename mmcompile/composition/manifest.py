@@ -27,7 +27,7 @@ class SavedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedEncoder:
-    """Options of a saved encoder, the names of its inputs, and the layout that its probe found."""
+    """Options of a saved encoder, the names of its inputs, and the layout of its features that a run on an example found."""
 
     part: SavedPart
     output: str

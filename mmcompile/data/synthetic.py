@@ -62,9 +62,9 @@ class Synthetic:
     name: str
     parts: tuple[SampleKind, ...]
     source: str
-    """Published numbers, and their source."""
+    """Text that lists the dataset's published numbers, and their source."""
     assumed: str
-    """Numbers that are assumed, because none are published."""
+    """Text that lists the dataset's properties for which no numbers are published, with the assumptions in their place."""
     vision_ratio: float | None = None
     """Published ratio of the vision encoder's work to the language model's; None if not published."""
 

@@ -88,7 +88,7 @@ def _parts(
 
 
 def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
-    """Yield chunks for batches whose rows have one tile each. A chunk has several rows, and the mask is applied to every tile."""
+    """Yield chunks if all queries and keys of a batch row fit in one tile: each has several batch rows, all scores are masked."""
     keys = slice(0, plan.kv_len)
     together = max(1, max_scores // (num_heads * plan.block_q * plan.block_kv))
     for first in range(0, plan.batch, together):

@@ -6,7 +6,7 @@ With L the natural log-sum-exp of a row, delta_i = O_i . dO_i - dL_i and P_ij = 
 
 Two kernels compute the scores again: `query_gradients` sums over the keys of a block of queries, `key_gradients` over
 the queries of a block of keys, looping over the query heads that share its key head. Nothing is added atomically, so
-results repeat bit by bit. Tile classes, and the form of words and facts, are those of `triton_forward`.
+results repeat bit by bit. Tile classes, and how mask words (one per token) are stored and read, are those of `triton_forward`.
 
 `prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a test.
 """
@@ -301,9 +301,9 @@ def add_parts(
     partial, splits, total, length, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial gradients of a block whose tiles are split over several work items, in slot order.
+    """Write to `total` the gradients of blocks split over several work items: sums of slots of `partial`, one written by each.
 
-    Grid: splits x (BLOCK / BLOCK_M) x heads, in one dimension, heads fastest.
+    Grid: rows of `splits` (block, first slot, end slot) x (BLOCK / BLOCK_M) x heads, in one dimension, heads fastest.
     """
     program = tl.program_id(0)
     head = program % heads

@@ -6,11 +6,12 @@ One program attends BLOCK_M queries of one head to the tiles of one work item, t
     ROW      a query sees all keys of the tile or none: one test a query, against the first key
     GENERAL  visible = causal term or island term, of `words`, a handful of integer operations a score
 
-Words come as pairs of int32 (low half: modality bits; high half: sign C, document, island), as integer units are 32
-bits wide. Row facts and key facts are prepared so that a tile needs few comparisons:
+Mask words, one per token, come as two int32, as integer units are 32 bits wide: the modality bits, and C (sign bit; set if the
+token sees earlier ones), DOC (document, 0 for padding) and INST (island, 0 for none: tokens, as of one image, that see each
+other in both directions). `query_facts` and `key_facts` unpack them so that a tile needs few comparisons:
 
-    query  bits    modality bits, 0 unless C         document  DOC             scope  DOC and INST
-    key    bits    modality bits                     document  DOC, -1 for 0   scope  DOC and INST, -1 if either is 0
+    query  bits    modality bits, 0 unless C         document  DOC             scope  DOC << 16 | INST
+    key    bits    modality bits                     document  DOC, -1 for 0   scope  DOC << 16 | INST, -1 if either is 0
 
 Exponentials are base 2, of scores times scale log2(e). The running maximum is subtracted from scores, with two exceptions:
 0 for a query that has seen no key, whose maximum is -inf; and +inf for a query that sees no key of a ROW tile, so that its
@@ -40,7 +41,7 @@ SIZES = ["q_len", "padded_len", "sequences", "kv_len", "q_blocks", "kv_blocks", 
 
 @triton.jit
 def query_facts(words, positions, rows, length):
-    """Load per query (modality bits, document, document + island in one integer, position); rows from `length` on are padding."""
+    """Load per query (modality bits, document, document << 16 | island, position); rows from `length` on are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -50,7 +51,10 @@ def query_facts(words, positions, rows, length):
 
 @triton.jit
 def key_facts(words, positions, rows, length):
-    """Load per key (modality bits, document, document + island in one integer, position); rows from `length` on are padding."""
+    """Load per key (modality bits, document, document << 16 | island, position); document is -1 for padding.
+
+    Tokens with the same island number see each other in both directions. Rows from `length` on are padding.
+    """
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)

@@ -38,7 +38,10 @@ class TileLists:
     bounds: torch.Tensor = field(repr=False)
     """Offsets of each block's tiles in `other`, int32 [batch * blocks, 4]: begin of FULL, of ROW, of GENERAL, and the end."""
     other: torch.Tensor = field(repr=False)
-    """Tiles of all blocks, int32 [tiles]: index of the key block (of the query block, in lists of keys), ascending in a class."""
+    """Indices of the visited blocks, int32 [tiles]: of keys for each block of queries, or of queries for each block of keys.
+
+    They ascend within each tile class (FULL, ROW, GENERAL) of a block's list.
+    """
     items: torch.Tensor = field(repr=False)
     """Work items in launch order (longest first), int32 [items, 8].
 
@@ -46,7 +49,7 @@ class TileLists:
     which writes the result itself; another slot is the index of a partial result.
     """
     splits: torch.Tensor = field(repr=False)
-    """Blocks with several items, int32 [split blocks, 3]: row of `bounds`, first slot, end slot of the partial results."""
+    """Blocks with several items, int32 [split blocks, 3]: block (row of `bounds`), first and end index of its partial results."""
     num_slots: int
 
 

@@ -93,13 +93,13 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TokenRun:
-    """Adjacent tokens of a document that get the same word; padding if no modality bits are set."""
+    """Adjacent tokens of a document with the same mask word (int64 with bits for what they see); padding if `bits` is 0."""
 
     length: int
     causal: bool
     bits: int
     island: str | bool = False
-    """Island name shared by runs of one document; True for an island of this run alone, False for none."""
+    """Island, whose tokens all see each other: a name shared by runs of a document, True for this run alone, False for none."""
 
 
 def build_mask(rows: Sequence[Sequence[Document]], length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +153,7 @@ def _row(documents: Sequence[Document], where: str) -> torch.Tensor:
 
 
 def _islands(runs: list[_TokenRun], where: str) -> list[int]:
-    """Return the island number of each run of a document, from 1 in order of appearance; 0 for none."""
+    """Return the number of each run's island (tokens that all see each other), from 1 by first appearance; 0 for no island."""
     names: dict[str, int] = {}
     numbers, count = [], 0
     for run in runs:

@@ -28,7 +28,7 @@ _PAIRS_AT_ONCE = 1 << 18
 _FAR = np.iinfo(np.int32).max
 
 Summaries = dict[str, np.ndarray]
-"""Summary name, such as `first_document` -> its value for each block, int32 [batch, blocks]; island ids include the document."""
+"""Summary name, as `first_document` -> its value for each block, int32 [batch, blocks]. Islands are document << 16 | island."""
 
 _REDUCTIONS: dict[str, np.ufunc] = {
     "least_document": np.minimum,  # 0 if a token is padding

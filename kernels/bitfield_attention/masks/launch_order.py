@@ -11,9 +11,9 @@ import numpy as np
 ITEM_COST = 1.5
 PARTIAL_COST = 2.0
 CAPS = (8, 16, 32, 64, 128, 256, 512)
-"""Maximum numbers of tiles per item that `best_cap` tries."""
+"""Numbers that `best_cap` tries as the maximum number of tiles in a work item, which one kernel program computes at a time."""
 _TOLERANCE = 0.05
-"""Excess of a launch's time over the ideal time (equal work per program), as a fraction, up to which lists are not split."""
+"""Fraction of the ideal time of a launch (equal work per program) that splitting a block's tiles over items has to save."""
 
 
 def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -51,7 +51,7 @@ def document(words: torch.Tensor) -> torch.Tensor:
 
 
 def instance(words: torch.Tensor) -> torch.Tensor:
-    """Return the island id of each word, int64; 0 for none."""
+    """Return the island id of each mask word, int64; 0 for none. Tokens of one island see each other in both directions."""
     return (words >> 32) & MAX_INSTANCE
 
 
@@ -62,15 +62,15 @@ def visible(
     kv_positions: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the mask of words as a bool tensor, for tiles small enough to hold it.
+    """Return the attention mask that the mask words of queries and keys encode, for tiles small enough to hold it.
 
     Args:
-        words, positions: [..., Tq] int64 words and positions of queries.
+        words, positions: [..., Tq], int64 words (as `pack` returns) and positions of queries.
         kv_words, kv_positions: [..., Tk], of keys.
         window: causal reach in tokens, or None.
 
     Returns:
-        [..., Tq, Tk] bool.
+        [..., Tq, Tk] bool, True where the query sees the key.
     """
     query, key = words[..., :, None], kv_words[..., None, :]
     ahead = positions[..., :, None] - kv_positions[..., None, :]

@@ -7,12 +7,15 @@ adding up their gradients:
     backward    g + (n - 1) max(g + r, c') + c' + r        c' = 2.5 c; the link does one thing at a time
 
     g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth    r(s): the same with 4 bytes
-    c(s) = seconds per tile * least over caps of (tiles / programs + longest item)    cap: most tiles in a work item
+    c(s) = seconds per tile * least over caps of (tiles / programs + longest item)
+
+B is the batch size, T a rank's tokens, D and Dv the head dims of K and V. A kernel computes `programs` work items (lists of
+tiles) at a time, each of at most `cap` tiles. 2.5: backward has 5 matrix products where forward has 2.
 
 With many heads, attention hides the gathers of a 16-bit forward if a query sees at least P F / (G BW) keys on average:
 F FLOP/s, BW bytes/s, G query heads per key head.
 
-Source: `launch_order` for the cost of items; backward has 5 products where forward has 2.
+Source: `launch_order` for the cost of items.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> 
 
 
 def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
-    """Return the time from start to end of one kernel launch, in units of the time of one tile."""
+    """Return a kernel launch's time in units of one tile's: work items have up to `cap` tiles, `programs` items run at a time."""
     pieces = np.maximum(1, np.ceil(tiles / cap))
     items = tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1)
     return float(heads * (pieces * items).sum() / programs + items.max(initial=0) * (1 - 1 / programs))

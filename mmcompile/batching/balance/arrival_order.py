@@ -23,7 +23,7 @@ class Arrival(Balancer):
     name: ClassVar[str] = "arrival"
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign equal runs in arrival order."""
+        """Assign to each microbatch of each replica equally many consecutive samples, in arrival order."""
         check_grid(costs, grid)
         bucket = equal_runs(costs.num_samples, grid.num_buckets)
         replica, microbatch = np.divmod(bucket, grid.num_microbatches)
@@ -80,9 +80,9 @@ class DistTrain(Balancer):
 
 
 def hiding_order(encoder_s: np.ndarray, language_s: np.ndarray, num_last: int) -> np.ndarray:
-    """Return a run order in which the encoder takes about as long as the language model for the microbatch before.
+    """Return microbatches in run order, int64: the encoder time of each is near the language-model time of the one before.
 
-    The shortest is first; the `num_last` next shortest are last. Order int64 [microbatches], seconds float64 [microbatches].
+    By total time, the shortest is first and the `num_last` next shortest are last. Arguments: seconds, float64 [microbatches].
     """
     by_size = np.argsort(encoder_s + language_s, kind="stable").tolist()
     order, last, left = by_size[:1], by_size[1 : 1 + num_last], by_size[1 + num_last :]

@@ -21,7 +21,7 @@ ABSENT = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleCosts:
-    """Cost of each sample of a step in each component. Arrays are read-only."""
+    """Cost of each sample of a step in each component, in seconds or another common unit. Arrays are read-only."""
 
     components: tuple[str, ...]
     """Component names: encoders first; the last one (the language model) consumes the encoders' results."""

@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def arrival_s(self) -> float:
-        """Seconds of the step in arrival order."""
+        """Predicted seconds of the step if its samples are assigned in the order in which they arrived."""
         return self.trials[0].step_s
 
 

@@ -44,14 +44,14 @@ _LARGEST_FACTOR = 32.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """Settings of learning cost ratios, and of switching the correction off."""
+    """Settings of the correction of predicted sample costs by learned ratios measured / predicted, and of switching it off."""
 
     buckets_per_octave: int = 2
     """Number of shape buckets per doubling of the predicted cost."""
     memory: float = 0.95
     """Factor by which the weight of past measurements shrinks at each step (exponential forgetting)."""
     spread: float = 0.3
-    """Assumed standard deviation of a bucket's ratio around its component's common ratio, relative to that ratio."""
+    """Assumed relative standard deviation of measured / predicted cost between groups of samples of similar predicted cost."""
     clip: float = 1.5
     """Largest factor between measured and expected time of a microbatch; larger ones are clipped, as interruptions cause them.
 
@@ -78,7 +78,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionReport:
-    """State of the correction: on or off, the reason, and its benefit."""
+    """State of the correction of predicted sample costs: on or off, the reason, and the seconds that it saves and costs."""
 
     on: bool
     reason: str
@@ -91,7 +91,7 @@ class CorrectionReport:
 
     @property
     def summary(self) -> str:
-        """One line: correction on or off, and the reason."""
+        """One line of text: on or off (predicted sample costs are corrected or not), and the reason."""
         return f"correction {'on' if self.on else 'off'}: {self.reason}"
 
 
@@ -197,19 +197,19 @@ class Corrector:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evidence:
-    """Measured ratios of one component in one step, and the shape buckets that make up each microbatch."""
+    """Ratios measured / predicted seconds of one component's microbatches in one step, and the shape buckets of their samples."""
 
     keys: np.ndarray
     """Numbers of the shape buckets that occur in the step, int64 [buckets], ascending."""
     shares: np.ndarray
-    """Fraction of each microbatch's predicted cost in each shape bucket, float64 [microbatches, buckets]; rows sum to 1."""
+    """Fraction of a microbatch's predicted cost in each shape bucket (samples of like cost), float64 [microbatches, buckets]."""
     ratios: np.ndarray
     """Measured over predicted seconds, float64 [microbatches]."""
 
 
 @final
 class _Learned:
-    """Learned ratios of the shape buckets of one component, with the normal equations they are solved from."""
+    """Learned ratio measured / predicted cost of each shape bucket (samples of similar predicted cost) of one component."""
 
     def __init__(self, settings: Correction) -> None:
         self._settings = settings
@@ -224,7 +224,6 @@ class _Learned:
         return costs * self.scale * self._factors_of(_keys(costs, self._settings))
 
     def learn(self, evidence: _Evidence) -> None:
-        """Update the common ratio and the bucket factors with the measurements of one step."""
         memory = self._settings.memory
         self.scale = _mixed(self.scale, float(np.median(evidence.ratios)), memory)
         self._grow(evidence.keys)
@@ -259,10 +258,10 @@ class _Learned:
         self._keys, self._gram, self._moment, self._factors = together, gram, moment, factors
 
     def _solve(self) -> np.ndarray:
-        """Return the factors f of all shape buckets by least squares over past measurements, float64 [buckets].
+        """Return the factor f of each shape bucket, float64 [buckets]: its ratio measured / predicted is f * `scale`.
 
-        They minimize |shares f - ratios / scale|^2 + prior |f - 1|^2 under f >= 0. With prior = (noise / spread)^2, this is the
-        most likely f if noise and factors are normally distributed.
+        f >= 0 minimizes |shares f - ratios / scale|^2 + prior |f - 1|^2, with `shares` and `ratios` of past `_Evidence`. With
+        prior = (noise / spread)^2, for relative deviations of measurements and f, f is the most likely if both are normal.
         """
         prior = (max(self._noise, _LEAST_NOISE) / self._settings.spread) ** 2
         lower = np.linalg.cholesky(self._gram + prior * np.eye(len(self._keys)))
@@ -282,10 +281,10 @@ def _keys(costs: np.ndarray, settings: Correction) -> np.ndarray:
 
 
 def _evidence(buckets: np.ndarray, costs: np.ndarray, seconds: np.ndarray, settings: Correction) -> _Evidence:
-    """Return ratios and bucket shares of the microbatches of a component that were measured and have samples.
+    """Return measured / predicted seconds, and cost fractions by shape bucket (similar costs), of measured microbatches.
 
     Args:
-        buckets: int [samples], microbatch of each sample, counted over all replicas; -1 if the sample has no work.
+        buckets: int [samples], microbatch (not shape bucket) of each sample, counted over all replicas; -1 if without work.
         costs: predicted costs, float64 [samples].
         seconds: measured seconds, float64 [microbatches of all replicas].
     """

@@ -23,9 +23,9 @@ class Defer(StrEnum):
     NONE = "none"
     """No deferral: every component computes a sample in the same microbatch."""
     CRITICAL = "critical"
-    """Deferral only in microbatches that would otherwise take longer than `Deferral.threshold`, as in the thesis."""
+    """Only microbatches with more language-model work than `Deferral.threshold` leave that of some samples to the next one."""
     ALL = "all"
-    """Deferral in every overloaded microbatch: the half with the most language-model work."""
+    """The half of the microbatches with the most language-model work leaves that of some samples to the next one."""
 
 
 @final
@@ -44,11 +44,11 @@ class Hierarchical(Balancer):
 
     @property
     def title(self) -> str:
-        """Balancer name, with the deferral if it is not the default."""
+        """Balancer name, followed by the value of `defer` if it is not the default: `hierarchical`, `hierarchical-all`."""
         return self.name if self.defer is Defer.CRITICAL else f"{self.name}-{self.defer}"
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign replicas by encoder work, then microbatches with deferral."""
+        """Assign samples to replicas, then to microbatches by encoder work; move some language-model work to the next one."""
         check_grid(costs, grid)
         encoder, language = costs.costs[:-1].sum(axis=0), costs.costs[-1]
         replica = replicas_of(encoder, language, grid.num_replicas[-1])

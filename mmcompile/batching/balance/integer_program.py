@@ -1,6 +1,8 @@
-"""Samples into buckets by an integer program: the least largest load, proved, for instances that HiGHS can finish.
+"""Samples into buckets by an integer program: the least time h of the slowest bucket, proved, where the solver HiGHS can finish.
 
     minimise h   subject to   sum_j x_ij = 1,   sum_i w_ci x_ij <= h for all components c,   sum_i b_ci x_ij <= 1 for memories
+
+x_ij is 1 if sample i is in bucket j, else 0; w_ci is its time in component c, and b_ci its memory there / the bucket's limit.
 
 Source: DFLOP Eq. 6, and memory limits.
 """
@@ -34,12 +36,12 @@ class Limits:
 def better_buckets(
     shares: np.ndarray, num_times: int, num_buckets: int, height: float, limits: Limits
 ) -> tuple[np.ndarray | None, bool]:
-    """Search a partition of samples into buckets in which the largest relative time of a bucket is below `height`.
+    """Search a partition of samples into buckets in which the largest time of a bucket is below `height`.
 
     Args:
-        shares: float64 [samples, columns]: relative times, then shares of the memory limit.
-        num_times: number of leading columns that are times.
-        height: largest time of any bucket in a known partition, relative like `shares`.
+        shares: float64 [samples, columns]: times / a lower bound on the largest time of a bucket, then memory / memory limit.
+        num_times: number of leading columns that are times, one for each component.
+        height: largest time of any bucket in a known partition / the same lower bound.
 
     Returns:
         The bucket of each sample, int64 [samples], or None if no partition is lower or a limit was reached; and True if it is

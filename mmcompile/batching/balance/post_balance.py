@@ -45,7 +45,7 @@ class PostBalance(Balancer):
     algorithms: tuple[Algorithm, ...] = (Algorithm.SECONDS,)
     """Algorithms, one for each component, or a single one for all."""
     tolerance: float | None = None
-    """Tokens per interval of the quadratic algorithm: sums of lengths in one interval count as similar; None: the mean length."""
+    """Interval in tokens: the quadratic algorithm takes bins as equal if their sums of lengths share one; None: mean length."""
 
     @property
     def title(self) -> str:

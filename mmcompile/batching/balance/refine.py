@@ -12,7 +12,7 @@ _SPARE = 3
 """Number of dummy samples of weight 0 in the bucket with most samples. Exchanging a sample for a dummy moves the sample."""
 _LEAST_GAIN = 1e-12
 OVER = 100.0
-"""Factor that ranks buckets over their memory limit first: their height is this times the memory share, not a relative time."""
+"""Factor on memory / memory limit of a bucket over its limit; the search lowers this product before any bucket's time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +29,14 @@ class Effort:
 class Buckets:
     """Partition of samples into buckets, with loads kept up to date.
 
-    Loads are relative: 1 is the lower bound of the largest time, or the memory limit.
+    Loads are times / a lower bound on the largest time of a bucket, and memories / memory limit.
     """
 
     def __init__(self, shares: np.ndarray, num_times: int, bucket: np.ndarray, num_buckets: int) -> None:
         """Start from a partition.
 
         Args:
-            shares: float64 [samples, columns]: times, then memories.
+            shares: float64 [samples, columns]: each sample's times / a lower bound on the slowest bucket, then memories / limit.
             num_times: number of leading columns that are times.
             bucket: bucket of each sample at the start, int [samples].
         """
@@ -60,7 +60,7 @@ class Buckets:
 
     @property
     def height(self) -> float:
-        """Height of the highest bucket: its largest relative time; at least `OVER` if it exceeds its memory limit."""
+        """Largest height of a bucket: time / lower bound, or `OVER` (100) * memory / limit if it is over its memory limit."""
         return float(self._heights(self._loads).max(initial=0.0))
 
     def refine(self, effort: Effort) -> None:
@@ -94,7 +94,7 @@ class Buckets:
         return heavy[rows], others[columns]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
-        """Exchange one sample between the buckets of each pair if that lowers the larger height; return where, bool [pairs]."""
+        """Exchange a sample of buckets heavy[i] and light[i] if both end below heights[heavy[i]]; return where, bool [pairs]."""
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(

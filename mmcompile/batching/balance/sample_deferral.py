@@ -29,13 +29,13 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferral:
-    """Deferral of the microbatches of one replica."""
+    """Pairs of microbatches of one replica, the second of which does language-model work of the first one's samples."""
 
     pairs: tuple[Pair, ...]
     alone: tuple[int, ...]
     """The middle microbatch if their number is odd, else empty: it runs last and defers no samples."""
     threshold: float
-    """Smallest time within which every overloaded microbatch can end, in the unit of the work."""
+    """Smallest possible language-model work of the longest paired microbatch after deferral, in the unit of given work."""
 
     @property
     def order(self) -> list[int]:
@@ -44,12 +44,12 @@ class Deferral:
 
 
 def pairwise_deferral(microbatches: Sequence[np.ndarray], *, everywhere: bool = False) -> Deferral:
-    """Pair microbatches and choose the samples that each pair defers, to minimize the longest microbatch.
+    """Pair microbatches of much and of little work, and choose samples whose work moves, to minimize the longest microbatch.
 
     Args:
-        microbatches: language-model work of the samples of each microbatch, float64 [samples].
-        everywhere: also defer in pairs that are within the threshold without it, and take the pairing with the least squares
-            among those with the same longest microbatch. Times are more even, but more activations wait.
+        microbatches: language-model work of the samples of each microbatch, float64 [samples]; pairs are of indices in this list.
+        everywhere: also move work in pairs that need no deferral to be within `Deferral.threshold`, and take the pairing with
+            the least squares among those with the same longest microbatch. Times are more even, but more activations wait.
     """
     work = np.array([samples.sum() for samples in microbatches])
     half = len(work) // 2

@@ -78,10 +78,12 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Return the step shape of a plan: components are its balance groups, every message takes the mean time of its links.
+        """Return a plan's step shape: its components are balance groups (stages that compute the same samples together).
+
+        Every message takes the mean predicted time of all the plan's transfers between stages on different ranks.
 
         Raises:
-            PlanError: chains of one balance group differ in replicas, or a balance group is predicted to take 0 s.
+            PlanError: stages of one balance group differ in replicas, or a balance group is predicted to take 0 s.
         """
         between = [
             p2p_seconds(link.num_bytes, plan.cluster.between(source, target))
@@ -104,7 +106,8 @@ def simulate_step(assignment: Assignment, costs: SampleCosts, shape: StepShape, 
         record: False leaves `Timeline.events` empty, which is faster.
 
     Returns:
-        Timeline with ranks in the order of the stages of `step_units`, and microbatches by unit number.
+        Timeline with a rank for each stage of each replica, component by component, replica by replica. Microbatches are numbered
+        slot + lag * (microbatches of a replica): slot in run order, lag if the language model computes the samples in slot + lag.
 
     Raises:
         ConfigError: the shape has other components than the assignment.
@@ -132,9 +135,9 @@ class _Parts:
 
     span: int
     of_sample: np.ndarray
-    """Integer of each sample's microbatch, int64 [samples]; -1 if the sample has no work in the component."""
+    """Microbatch of each sample, as replica * `span` + number, int64 [samples]; -1 if the sample has no work in the component."""
     present: Sequence[int]
-    """Integers of the microbatches that have samples, ascending."""
+    """Microbatches that have samples, as replica * `span` + number, ascending."""
 
 
 def _parts(assignment: Assignment) -> list[_Parts]:
