@@ -30,7 +30,7 @@ def installed(package: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Median seconds of one layer at one load."""
+    """Median seconds of the forward, input gradient and weight gradient of one layer, for a microbatch of size `load`."""
 
     load: Load
     times: LayerTimes
@@ -225,7 +225,6 @@ def _row(*cells: str) -> str:
 
 
 def _cells(costs: KindCosts) -> tuple[str, ...]:
-    """Return a layer kind's table row: range of tokens, ms at the largest load, number of measurements, errors of the fit."""
     tokens = [point.load.tokens for point in costs.measurements]
     times = costs.at(max(costs.measurements, key=lambda point: point.times.total_s).load)
     return (

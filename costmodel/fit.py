@@ -1,4 +1,4 @@
-"""Fit seconds as a polynomial in the load."""
+"""Fit of measured seconds as a polynomial in the tokens and squared sequence lengths of a microbatch."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Interconnect:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bytes/s of a collective's ring through each device or link."""
+        """Bytes/s of a collective's ring through each device; if `kind` is `mesh`, through each link of a device."""
         return self.collective_bytes_per_s or self.bytes_per_s
 
 

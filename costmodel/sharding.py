@@ -50,7 +50,7 @@ class TensorShare:
 
     @classmethod
     def assumed(cls, cost: LayerCost) -> TensorShare:
-        """Return the share assumed for a layer of which only the cost is known: all parameters are sharded.
+        """Return the all-reduces assumed for a layer of which only the cost is given; all its parameters are sharded.
 
         Attention and the MLP behind it are one block each; other layers are one block. A block all-reduces its output in the
         forward and the gradient of its input in the backward, both of the size of the layer's output.
@@ -66,7 +66,7 @@ class TensorShare:
         )
 
     def scaled(self, factor: float) -> TensorShare:
-        """Return the share for a microbatch with `factor` times the rows."""
+        """Return the same all-reduces for a microbatch with `factor` times the tokens: their bytes grow by that factor."""
         return replace(
             self, summed_bytes=round(self.summed_bytes * factor), copied_bytes=round(self.copied_bytes * factor)
         )

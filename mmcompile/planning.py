@@ -94,7 +94,10 @@ class PlanInputs:
 
 
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
-    """Return the degrees and modes to search: as requested; else all with a global batch (CP if `can_share_tokens`), else one."""
+    """Return the parallel degrees and modes that the search may choose: those requested, where the request gives some.
+
+    Elsewhere: all possible ones with a global batch (context parallelism only if `can_share_tokens`), one default without.
+    """
     if request.global_batch is None:
         space = SearchSpace(microbatches=(request.num_microbatches or DEFAULT_MICROBATCHES,))
     else:

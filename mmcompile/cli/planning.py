@@ -34,10 +34,10 @@ def read_inputs(request: PlanRequest) -> PlanInputs:
 def make_plan(
     subject: CapturedModel, request: PlanRequest, inputs: PlanInputs, timing: dict[str, float] | None = None
 ) -> Plan:
-    """Capture the model and return the plan that the search finds; show a spinner meanwhile.
+    """Capture `subject`, a model with a batch, and return the plan that the search finds; show a spinner meanwhile.
 
     Args:
-        timing: receives the seconds of each phase, as `mmcompile.plan` reports them.
+        timing: dict to which each phase of planning adds its name -> its seconds; None if not needed.
     """
     seconds = {} if timing is None else timing
     with busy("capturing and planning"):

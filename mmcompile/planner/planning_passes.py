@@ -28,7 +28,7 @@ _COST = Cost()
 def graph_passes(
     attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass]
 ) -> dict[str, tuple[AnyPass, ...]]:
-    """Return pass name -> passes to run, () for none: those on the unsharded model, first in planning and for stage programs.
+    """Return pass name -> passes to run on the graph before it is sharded, in planning and for stage programs; () for none.
 
     Args:
         attention: kind of attention of the language model.
@@ -85,15 +85,16 @@ def context_parallel(graph: ModelGraph, num_ranks: int, head_stride: int) -> Con
 
 
 def with_context_parallel(capture: Capture, num_ranks: int, head_stride: int) -> Capture:
-    """Return a capture with the tokens of its language model split over ranks, annotated by gradient-flow.
+    """Return a capture with the tokens of its language model split over ranks, annotated with the nodes that gradients pass.
 
     Args:
-        capture: capture whose language model attends by mask words (`bitfield-attention`).
+        capture: capture after the pass `bitfield-attention`, whose masks are words: one int64 a token, from which the visibility
+            of every pair of tokens follows.
         num_ranks: ranks that share the tokens; 1 leaves the capture as it is.
         head_stride: number of key/value heads that ranks gather at a time; 0 for all.
 
     Raises:
-        PlanError: the language model has no attention by mask words, or a layer mixes tokens in another way.
+        PlanError: the language model has no attention with such words, or a layer mixes tokens in another way.
     """
     if num_ranks == 1:
         return capture

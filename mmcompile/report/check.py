@@ -57,7 +57,7 @@ class CheckReport:
 
 
 def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
-    """Check a study and a plan. If planning failed, the plan is None, and `refused` is the reason."""
+    """Return the findings on training the model of `study` on its dataset by a plan; without a plan, `refused` is the reason."""
     found = [*_gradients(study), *_dataset(study)]
     if plan is None:
         found.append(Finding(severity="problem", what=f"no plan: {refused}"))

@@ -91,7 +91,7 @@ class PlanDiff:
     """Predicted numbers of the whole plan."""
     moved: tuple[LayerMove, ...]
     stages: tuple[StageChange, ...]
-    """Predicted numbers of stages that are in both plans."""
+    """Stages that are in both plans, each with the numbers (layers, seconds, bytes) that differ."""
     templates: tuple[ChangedSetting, ...] = ()
     """Fault tolerance, usable node counts, and templates by node count."""
 

@@ -19,7 +19,7 @@ from mmcompile.units import format_bytes, format_seconds, labelled
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One stage, or one layer with the stage it is in. Times [s] of a microbatch, sizes [bytes]."""
+    """Explanation of a plan's stage, or of a layer and its stage: place, times [s] of a microbatch, bytes, idle shares."""
 
     stage: str
     layer: str | None
@@ -58,7 +58,7 @@ class Explanation:
     links: tuple[str, ...]
     moves: tuple[Move, ...]
     exact: bool
-    """True if `moves` use the cost of each layer; False if the layers of a stage are taken as equal."""
+    """True if step times after moving stage boundaries use each layer's cost; False if a stage's layers count as equally long."""
     work: tuple[LayerWork, ...]
     """Work of the stage's layers, or only of the requested layer; empty without a model."""
 
@@ -72,7 +72,7 @@ def explain(
     """Explain a stage (`language_model.1`) or a layer (its module path, `component.index`, or a glob matching one).
 
     Args:
-        shares: share of each layer in its stage; by default the layers of a stage are taken as equal.
+        shares: stage -> fraction of its times and bytes that each layer has; by default equal for all layers of a stage.
         work: module path -> FLOPs and bytes of a layer, if there is a model.
 
     Raises:

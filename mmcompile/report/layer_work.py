@@ -1,4 +1,4 @@
-"""FLOPs, bytes and seconds of single layers, as polynomials in the load of a microbatch."""
+"""FLOPs, bytes and seconds of single layers, and FLOPs and bytes as polynomials in a microbatch's rows and squared lengths."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class LayerWork:
 
     name: str
     tokens: float
-    """Rows of the captured microbatch: t of the polynomials."""
+    """Number of rows (patches, frames, tokens) of the captured microbatch in the layer's component: t in `polynomials`."""
     squares: float
-    """Sum of the squared sequence lengths of the captured microbatch: q of the polynomials."""
+    """Sum of the squared sequence lengths of the captured microbatch: q in `polynomials`."""
     forward_flops: int
     input_grad_flops: int
     weight_grad_flops: int
@@ -53,7 +53,7 @@ class LayerWork:
     input_grad_s: float
     weight_grad_s: float
     polynomials: Mapping[str, str]
-    """Field of `LayerCost` -> text of its polynomial in t and q."""
+    """Label of a cost -> its polynomial in rows t and squared sequence lengths q: `forward FLOP` -> `1.23e+9*t + 4096*q`."""
 
     def __str__(self) -> str:
         lines = [
@@ -79,7 +79,7 @@ def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str
 
 
 def layer_shares(plan: Plan, table: CostTable, dtype: str) -> Shares:
-    """Return the share of each layer in its stage, by the roofline at the captured sizes. A stage's shares add up to 1."""
+    """Return stage name -> each layer's fraction of the stage's times and bytes, by the roofline model at the captured sizes."""
     return {stage.name: _shares(plan, stage, table, dtype) for stage in plan.stages}
 
 

@@ -32,7 +32,7 @@ def _equal(share: float) -> LayerShare:
 
 
 Shares = Mapping[str, Sequence[LayerShare]]
-"""Stage name -> the share of each of its layers."""
+"""Stage name -> fractions of the stage's times and bytes that each of its layers has, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +56,13 @@ class Move:
 
 
 def equal_shares(plan: Plan) -> Shares:
-    """Return equal shares for the layers of each stage, as a plan has no costs of single layers."""
+    """Return stage name -> 1/n of its times and bytes for each of its n layers, as a plan has no costs of single layers."""
     counts = {stage.name: len(stage.layer_names) for stage in plan.stages}
     return {name: [_equal(1 / count)] * count for name, count in counts.items()}
 
 
 def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]:
-    """Return the moves of a stage's first layer to the stage before and of its last to the stage after, as `move_layers` does."""
+    """Return the simulated results of moving a stage's first layer to the stage before, and its last to the stage after."""
     return tuple(
         move
         for position, step in ((0, -1), (len(stage.layer_names) - 1, 1))
@@ -71,9 +71,10 @@ def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]
 
 
 def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shares) -> Move | None:
-    """Move the boundary before (`step` -1) or after (+1) a stage so that its layer at `position` goes to the stage beyond.
+    """Return the simulated result of moving a stage's layer at `position` to the stage before (`step` -1) or after it (+1).
 
-    Layers between go too. Return None if there is no such stage, the first would be empty, or only one of both runs a backward.
+    Layers between that layer and the other stage move too. Return None if there is no such stage, if `stage` would be empty,
+    or if only one of the two stages runs a backward. `shares`: fraction of its stage's times and bytes that each layer has.
     """
     chain = chain_of_stage(plan, stage.name)
     index = chain.stages.index(stage)

@@ -17,7 +17,7 @@ from mmcompile.report.study import Study
 
 
 def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) -> dict[str, list[float]]:
-    """Return chain -> seconds of each microbatch of its first replica, relative to the plan's prediction.
+    """Return chain -> seconds of each microbatch of its first replica, divided by the seconds that the plan predicts.
 
     The i-th microbatches of all replicas of a chain together hold the same samples in every chain.
     """
@@ -40,7 +40,7 @@ def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
 
 
 def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
-    """Return component -> load that the plan's predicted times are for: mean over the plan's data, or the captured batch."""
+    """Return component -> rows and squared lengths of the microbatch that a plan is priced for: mean of its data, or captured."""
     samples = slot_samples(plan, study, chain)
     if not plan.data:
         return {name: load * (samples / study.graph.num_samples) for name, load in study.table.loads.items()}
@@ -63,7 +63,7 @@ def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas:
 
 
 def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
-    """Return the seconds of forward plus backward through all layers of a chain, float64 [microbatches]."""
+    """Return seconds of a chain's forward plus backward, [microbatches]; `loads`: component -> rows, squared lengths of each."""
     layers: dict[tuple[str, Recompute], list[int]] = {}
     for stage in chain.stages:
         modes = stage.modes

@@ -59,7 +59,7 @@ class Simulation:
         return self.peak_bytes <= self.limit_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return times, shares and bytes as JSON values."""
+        """Return the fields, `peak_bytes` and `fits` as JSON values: times [s], idle shares 0..1, memory [bytes]."""
         return msgspec.to_builtins(self) | {"peak_bytes": self.peak_bytes, "fits": self.fits}
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def summarize(step: Replay) -> Simulation:
 
 
 def timeline_text(step: Replay) -> str:
-    """Draw the simulated step in characters; only the first groups if there are many."""
+    """Draw the simulated step in characters: a row for each group of stages that share ranks, at most `_MAX_GROUPS` rows."""
     names = [group.name for group in step.groups]
     left = len(names) - _MAX_GROUPS
     text = text_timeline(step.timeline.events, names[:_MAX_GROUPS])

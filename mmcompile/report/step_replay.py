@@ -45,7 +45,7 @@ class Replay:
     plan: Plan = field(repr=False)
     kind: ScheduleKind
     schedule: Schedule = field(repr=False)
-    """Schedule with one simulated rank for each group."""
+    """Schedule in which one simulated rank stands for all ranks of a group of stages that share ranks."""
     groups: tuple[RankGroup, ...]
     timeline: Timeline
     flows: tuple[Flow, ...] = field(repr=False)
@@ -67,19 +67,19 @@ class Replay:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all devices' time, 0..1; each group is weighted by its number of ranks."""
+        """Idle share of the time of all ranks, 0..1."""
         weights = [len(group.ranks) for group in self.groups]
         available = sum(weights) * self.timeline.makespan_s
         busy = sum(weight * busy_s for weight, busy_s in zip(weights, self.timeline.busy_s, strict=True))
         return 1.0 - busy / available if available else 0.0
 
     def idle(self, group: int) -> float:
-        """Return the idle share of one group's time, 0..1."""
+        """Return the idle share, 0..1, of the time of the ranks of `groups[group]`."""
         makespan_s = self.timeline.makespan_s
         return 1.0 - self.timeline.busy_s[group] / makespan_s if makespan_s else 0.0
 
     def bubbles(self) -> tuple[BubbleShare, ...]:
-        """Idle shares of each chain's ranks, by cause."""
+        """Return the idle shares of each chain's ranks, by cause."""
         return attribute(
             _placed(self.plan, self.groups),
             self.flows,
@@ -90,7 +90,7 @@ class Replay:
         )
 
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """Bytes of one rank of each group over the step, in order of groups."""
+        """Return the bytes of one rank over the step for each entry of `groups`, the stages that share ranks."""
         saved = {
             stage.name: [round(load * stage.prediction.saved_bytes) for load in self.loads[chain.name]]
             for chain in self.plan.chains

@@ -25,7 +25,7 @@ from mmcompile.planner.pricing.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """A captured model with its costs and the loads of a dataset."""
+    """A captured model with its layers' costs, and the rows that samples of a dataset bring to its components (`workload`)."""
 
     graph: ModelGraph = field(repr=False)
     gradients: GradientReport = field(repr=False)
@@ -51,7 +51,7 @@ class Study:
 
 
 def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None) -> Study:
-    """Capture a model and compute the loads that samples of a dataset give its components.
+    """Capture a model and compute its layers' costs, and the rows that samples of a dataset bring to its components.
 
     Raises:
         BatchError, CaptureError: from the capture.

@@ -91,7 +91,7 @@ def _assumed(found: TraceReplay) -> str:
 
 
 def draw_trace(path: str | os.PathLike[str], found: TraceReplay) -> Path:
-    """Draw throughput over time as PNG, a curve per system averaged over 1/120 of the trace, and shares of the time.
+    """Draw a PNG: throughput over time (means over 1/120 of the trace), and each system's shares of time in training and pauses.
 
     Raises:
         ConfigError: matplotlib is not installed.

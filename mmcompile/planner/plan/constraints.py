@@ -39,7 +39,7 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SameStage:
-    """Constraint that layers share a stage (for example an embedding and the head tied to it), or are in different stages."""
+    """Constraint that layers are all in one stage (`same`, for example an embedding and the head tied to it), or all apart."""
 
     layers: tuple[str, ...]
     same: bool

@@ -31,10 +31,10 @@ class MediaInput:
     patch: tuple[int, int] = (0, 0)
     """Height and width in pixels of a patch, in which an image's length is counted; (0, 0): `length` and `elements` apply."""
     length: float = 0.0
-    """Number of patches or frames in `elements` elements of an image or audio clip; with a mask, in `elements` marked steps."""
+    """Number of patches or frames made of `elements` values of an item, or of `elements` nonzero steps of `mask` if given."""
     elements: int = 0
     mask: str = ""
-    """Name of the mask input [items, steps] of the steps that the model reads; "" if the model reads all steps, padding too."""
+    """Name of the mask input [items, time steps], nonzero at steps that the model reads; "" if it reads padded steps too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Geometry:
     rows_per_unit: float
     """Rows per patch, frame, token of the sequence, or sample: a class token beside 576 patches makes 577 / 576."""
     pairs_per_unit: float
-    """Row pairs that attend to each other in an item, over its squared length in units (patches, frames, tokens, samples)."""
+    """Number of row pairs that attend to each other, divided by n^2, for a sequence of n patches, frames, tokens or samples."""
     window: float = 0.0
     """Rows of an attention window; 0 if a whole image, audio clip or sequence attends to itself.
 
@@ -70,6 +70,6 @@ class Geometry:
     """
 
     def squares(self, lengths: Array) -> Array:
-        """Return the number of row pairs that attend to each other in each image, audio clip or sequence of `lengths` units."""
+        """Return the number of row pairs that attend to each other in items of `lengths` patches, frames, tokens or samples."""
         rows = self.rows_per_unit * lengths
         return rows * np.minimum(rows, self.window) if self.window else self.pairs_per_unit * lengths * lengths

@@ -85,7 +85,7 @@ def lay_out(
 
 
 _Numbers = dict[int, dict[str, int]]
-"""Column (or row) -> name of a box -> place of its edge among parallel edges in the gap behind the column (or row)."""
+"""Grid column -> box name -> index of the vertical track in the gap behind it for edges from that box; or row -> box -> lane."""
 
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:

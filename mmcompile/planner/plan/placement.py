@@ -31,7 +31,7 @@ class PlacedStage:
     program: str = ""
     """Name of the stage in stage programs, the same for all replicas; "" if it equals `name`."""
     tower: str = ""
-    """Name of the stage's balance group: see `mmcompile.batching.step_plan`."""
+    """Name of the first chain of the stage's balance group, the chains whose samples are assigned to microbatches together."""
     replica: int = 0
     sharing: tuple[int, ...] = ()
     """Ranks of this shard in all replicas, in order, if replicas share its parameters (FSDP); () if each holds them whole."""
@@ -78,7 +78,7 @@ class Placement:
     """Number of microbatches in a step for each replica of the language model."""
     schedule: ScheduleKind = "1f1b"
     towers: tuple[str, ...] = ("",)
-    """Names of the balance groups; the language model's group is last."""
+    """Names of the balance groups (chains whose samples are assigned to microbatches together), the language model's last."""
     num_replicas: tuple[int, ...] = (1,)
     """Number of replicas of each balance group, in the order of the field `towers`."""
 

@@ -227,9 +227,9 @@ class SampleRate:
     geometry: Geometry
     """Rule that turns the sizes of a sample (text, images, audio clips) into rows of the component."""
     seconds: Polynomial
-    """Seconds of forward and backward in all stages, with recomputation, on one rank of each stage."""
+    """Seconds of forward and backward, with recomputation, in rows and squared lengths: sum over stages of one rank's seconds."""
     activation_bytes: Polynomial
-    """Bytes of activations saved for the backward in all stages, on one rank of each stage."""
+    """Bytes of activations saved for the backward, in rows and squared lengths: sum over stages of one rank's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,14 +25,15 @@ class Composition:
 
     iteration_s: float
     sizes: tuple[tuple[int, ...], ...]
-    """Node counts of the pipelines, ascending, in every tied combination. The first is most similar to the running ones."""
+    """Node counts of the pipelines for each combination with the shortest step, as (2, 2, 3); first the combination most like
+    that of the running pipelines."""
     spare_reason: str
     """Reason why nodes are left over; "" if all nodes are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shapes:
-    """Input of the search for the fastest combination of templates, hashable so that its results can be cached."""
+    """Sizes and times of templates, with limits of a step: search input, hashable so that results can be cached."""
 
     templates: tuple[tuple[int, float, float], ...]
     """(number of nodes, seconds to fill the pipeline, further seconds for each microbatch) of every template."""
@@ -175,8 +176,9 @@ def _combinations(
 ) -> Iterator[tuple[int, ...]]:
     """Yield up to `_MAX_TIED` combinations of templates that run a step in time on `used` nodes, as node counts of pipelines.
 
-    Those most similar to `like` (node count -> number of running pipelines) come first. `limits`: from `_limits`. `table`: from
-    `_capacities`.
+    Those most similar to `like` (node count -> number of running pipelines) come first. `limits`: most microbatches that one
+    pipeline of each template runs in time. `table`: entry [t, p, n], most microbatches that p pipelines of the first t templates
+    run in time on n nodes together.
     """
     sizes = [size for size, _, _ in shapes.templates]
     wanted = shapes.num_microbatches

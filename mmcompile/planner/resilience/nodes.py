@@ -48,7 +48,7 @@ def enough(least: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cover:
-    """Node counts of a cluster, each checked, that templates can use in full; `str` gives a sentence about them."""
+    """Division of a cluster's node counts into those that pipelines of given sizes can use without idle nodes, and the others."""
 
     num_nodes: int
     """Number of nodes of the whole cluster."""
@@ -62,7 +62,7 @@ class Cover:
     def of(
         cls, sizes: Iterable[int], num_nodes: int, fault_tolerance: int, *, max_pipelines: int | None = None
     ) -> Cover:
-        """Return the node counts up to `num_nodes` that templates cover, each count checked.
+        """Return the `Cover` of templates: every node count up to `num_nodes` is checked for idle nodes.
 
         Args:
             sizes: node counts of the templates.

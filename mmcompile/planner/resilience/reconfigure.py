@@ -46,9 +46,9 @@ def reconfigure(
 ) -> MembershipPlan[Node] | Stop | StateLost:
     """Return the next pipelines, with copies and spare nodes, after nodes were lost, leave, or join.
 
-    Two candidates: the published rules (`regroup`), which touch few pipelines, and a recomposition of all nodes. The shorter step
-    decides; if equal, fewer idle nodes, then more bytes of state in place, then the rules. Nodes that join are placed by
-    recomposition.
+    Two plans are compared: that of Oobleck's rules (`regroup`), which change few pipelines, and the fastest combination of
+    templates over all nodes. The plan with the shorter step is returned; of equal ones that with fewer idle nodes, then that
+    with more bytes of state in place, then that of the rules. If nodes join, only the fastest combination is considered.
 
     Args:
         pipelines: pipelines that ran.
@@ -56,8 +56,8 @@ def reconfigure(
         draining: nodes that leave and can still send what they hold.
         joined: nodes that hold no state: new ones, or lost ones that came back.
         spares: idle nodes.
-        holdings: node -> layers it holds at the agreed step, bool [layers], former owners included; None: each node holds the
-            layers that it ran.
+        holdings: node -> layers whose state after the last committed step it holds, bool [layers], also of layers that it no
+            longer runs; None: each node holds the layers that it ran.
 
     Returns:
         The plan; `Stop` if fewer nodes are left than fault tolerance needs; `StateLost` if a layer has no holder.

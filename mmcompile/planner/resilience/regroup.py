@@ -29,7 +29,7 @@ class NodeGroups(Generic[Node]):
     """Nodes of each pipeline; from `bind`, they are in the order of the template's nodes."""
     spares: tuple[Node, ...]
     rule: RegroupRule = RegroupRule.RECOMPOSE
-    """Last rule, in the order of `RegroupRule`, that was applied."""
+    """Rule that made the groups; if several were applied, the one listed last in `RegroupRule`: MERGE after BORROW."""
     kept_bytes: int = 0
     """Bytes of layers that already are on their node, counted by `bind`."""
 

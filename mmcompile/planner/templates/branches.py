@@ -21,11 +21,11 @@ from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 _SHARES = 12
 """Sum of the weights of all paths from a chain to the loss: a path of weight 3 counts 3/12 in the mean of path times."""
 _ROUNDS = 6
-"""Largest number of searches, each with other weights of the paths from chains to the loss."""
+"""Largest number of searches, one after another; each gives the paths from chains to the loss other weights in their mean."""
 _FIRST_STEP = 4
-"""Weight (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
+"""Initial weight, of `_SHARES` in all, that moves to the longest path after a search; halved when another becomes longest."""
 _INTERVALS = 64
-"""Number of intervals of the slowest stage's time that a search bounds, besides `_MORE_INTERVALS` for each node count."""
+"""Number of ranges of the slowest stage's time for which a search bounds step time; `_MORE_INTERVALS` more per node count."""
 _MORE_INTERVALS = 8
 _VISITS = 8_000
 """Largest number of stages that `_Listing` places in total while it lists the pipelines of one node count."""
@@ -114,9 +114,10 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
 
 
 def _listed(search: Search, count: int) -> FoundPipeline | None:
-    """Return the fastest pipeline on `count` nodes, after listing all that may beat those found before; None if there is none.
+    """Return the fastest pipeline on `count` nodes; None if none was found that fits the memory.
 
-    If `_VISITS` ends the listing early, the result's lower bound also covers the pipelines that were not listed.
+    Every pipeline whose lower bound of step time is below the time of the best one in `search.found` is listed and timed. If
+    `_VISITS` ends the listing early, the result's lower bound holds for the pipelines that were not listed, too.
     """
     visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
@@ -150,14 +151,10 @@ class _Listing:
     def _from(
         self, pieces: tuple[LineStage, ...], first: int, devices: int, spent: int, found: bool
     ) -> Iterator[tuple[LineStage, ...]]:
-        """Yield the complete pipelines that begin with `pieces`.
+        """Yield the complete pipelines that begin with `pieces`; layer `first` is next, and `devices` devices are left.
 
-        Args:
-            pieces: stages placed so far.
-            first: first layer without a stage.
-            devices: number of devices left.
-            spent: part of `pieces` in the step time in ps, times the sum of the path weights.
-            found: True if the slowest stage is among `pieces`.
+        `spent`: ps that `pieces` add to the weighted mean time of all paths to the loss, times the sum of the weights. `found`:
+        True if the slowest stage is among `pieces`.
         """
         line = self.sweep.shape.line
         if first == line.num_layers:

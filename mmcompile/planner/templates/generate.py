@@ -1,7 +1,8 @@
 """`generate`: all templates of a cluster; `fastest_templates`: the best pipeline for each of some node counts.
 
-Exact for a chain, within a stated gap where chains branch and are large. Memory is first looked at stage by stage; where the
-best pipeline then keeps too many microbatches in flight, it is searched again with the stages counted.
+For a single chain it is the optimum; where chains branch, `Template.gap` bounds by how much another could be faster. The first
+search for a chain checks that each stage's memory holds one microbatch. If early stages of the pipeline found cannot hold their
+microbatches in flight, a second search counts the stages behind each stage, and with them these microbatches.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def generate(table: LayerTable, num_nodes: int, fault_tolerance: int) -> dict[in
         fault_tolerance: f, number of nodes that may fail at once.
 
     Returns:
-        Node count from n0 to N - f n0 -> the fastest pipeline of so many nodes. `Cover.of` gives the node counts that they cover;
-        sizes without a pipeline (with more nodes than stages, for example) are missing.
+        Node count -> the fastest pipeline of so many nodes, from n0 (the fewest nodes that hold a replica) to N - f n0. Node
+        counts without a pipeline (with more nodes than layers, for example) are missing.
 
     Raises:
         PlanError: no pipeline fits the memory (with the reason), or f + 1 replicas do not fit the cluster.
@@ -44,8 +45,8 @@ def fastest_templates(table: LayerTable, node_counts: Sequence[int]) -> dict[int
     """Return node count -> template of the fastest pipeline, for node counts that have one.
 
     Every device is in use, and every stage is within one node and fits its memory under 1F1B. For a single chain, templates are
-    optima. For branching chains, `gap` bounds the distance to the optimum; if they are large and memory is tight, a pipeline may
-    be missed.
+    optima. For branching chains, `Template.gap` bounds by how much another pipeline could be faster; if these chains have many
+    layers and memory is tight, a node count may be missing although it has a pipeline.
     """
     line = Line.of(table)
     wanted = sorted({count for count in node_counts if count > 0})

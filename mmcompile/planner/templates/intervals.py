@@ -20,7 +20,7 @@ from mmcompile.planner.templates.sweep import Costs, Shape, Sweep, least_slowest
 _WAYS = 8
 """Number of parts into which the search cuts an interval (range of times of the slowest stage)."""
 _GUESSES = 16
-"""Largest number of intervals for which one dynamic program finds bounds; fewer if its tables would exceed `_CELLS` numbers."""
+"""Largest number of ranges of the slowest stage's time that one sweep bounds; fewer if tables would exceed `_CELLS` numbers."""
 _CELLS = 3 * 10**6
 
 
@@ -30,9 +30,9 @@ class Interval:
 
     first: int
     last: int
-    """Index into `Search.guesses` of the largest time of the interval."""
+    """Index of the range's largest time in `Search.guesses`, the ascending times that a slowest stage may have."""
     lower: NDArray[np.int64]
-    """Entry n: lower bound in ps of step time T of a pipeline on n nodes whose slowest stage is in the interval, [nodes + 1]."""
+    """Entry n: lower bound in ps of the step time on n nodes if the slowest stage's time is in this range, [nodes + 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Search:
     fitting: bool
     """True to keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
-    """Intervals that `run` did not cut further, as single guesses or because `max_intervals` was reached, with final bounds."""
+    """Ranges of the slowest stage's time that `run` did not cut further (one time, or `max_intervals` reached), with bounds."""
 
     @classmethod
     def of(
@@ -108,14 +108,17 @@ class Search:
         return search
 
     def keep(self, count: int, pieces: Sequence[LineStage]) -> None:
-        """Keep a pipeline for `count` nodes if it is faster than the best known; if `fitting`, only if it fits the memory."""
+        """Store a pipeline in `found` if it beats the best on `count` nodes and, if `fitting` is set, fits the memory."""
         total = self.line.timing(pieces).total
         if total < self.upper[count] and (not self.fitting or self.line.fits(pieces)):
             self.upper[count] = total
             self.found[count] = tuple(pieces)
 
     def run(self, max_intervals: int | None = None) -> None:
-        """Cut and bound intervals until none can hold a better pipeline, or until about `max_intervals` were bounded."""
+        """Cut ranges of the slowest stage's time and bound step time in each, until none can have a better pipeline.
+
+        The search also ends when about `max_intervals` ranges have been bounded.
+        """
         if not len(self.counts):
             return
         bounded = 0
@@ -135,7 +138,7 @@ class Search:
             intervals = [child for child in children if self.alive(child).any()]
 
     def alive(self, interval: Interval) -> NDArray[np.bool_]:
-        """Return whether an interval may hold a better pipeline than the best known: entry i is for node count `counts[i]`."""
+        """Return bool [counts]: True for node counts where a slowest stage's time in `interval` may give a faster pipeline."""
         return interval.lower[self.counts] < self.upper[self.counts]
 
     def bound(self, count: int) -> int:
@@ -147,7 +150,7 @@ class Search:
         return FoundPipeline(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
 
     def sweeps(self, intervals: Sequence[Interval], num_nodes: int) -> list[Sweep]:
-        """Return the cost tables of intervals for up to `num_nodes` nodes, one sweep for each entry of `families`."""
+        """Return, for each entry of `families`, least costs on up to `num_nodes` nodes by range of the slowest stage's time."""
         low = self.guesses[[each.first for each in intervals]]
         high = self.guesses[[each.last for each in intervals]]
         shape = Shape(line=self.line, num_nodes=num_nodes, num_stages=self._most_stages(intervals))
@@ -182,7 +185,7 @@ class Search:
         return self.line.least_path + 3 * stages * self.guesses[guess]
 
     def _bound(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """Return the intervals with lower bounds on step time raised by one sweep. Faster pipelines found on the way are kept."""
+        """Return ranges of the slowest stage's time with better lower bounds of step time; store faster pipelines in `found`."""
         most = max(int(self.counts[self.alive(each)].max()) for each in intervals)
         sweeps = self.sweeps(intervals, most)
         bounds = np.array([sweep.bounds for sweep in sweeps])  # [families, intervals, nodes + 1]

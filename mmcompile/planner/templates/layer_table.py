@@ -41,7 +41,7 @@ class ChainLayers:
     feeds: str | None = None
     """Name of the later chain that reads this chain's output; None for the chain that ends in the loss."""
     entry: int = 0
-    """Index of the layer of that later chain that reads the output; above 0 if the output enters in the middle."""
+    """Index of the layer, in the chain `feeds`, that reads this chain's output; above 0 if the output enters in the middle."""
 
     @property
     def num_layers(self) -> int:

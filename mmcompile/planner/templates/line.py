@@ -73,9 +73,11 @@ class Line:
     """Widths, ascending: the possible numbers of devices of a stage, for example (1, 2, 4)."""
     devices_per_node: int
     times: NDArray[np.int64]
-    """Picoseconds of a stage, [widths, layers + 1, layers + 1]; `INFINITE` if it is empty or exceeds the memory."""
+    """Entry [w, i, j]: picoseconds of a microbatch in the stage of layers i..j-1 on `widths[w]` devices; `INFINITE` if the stage
+    is empty, has layers of two chains, or exceeds the memory even with one microbatch."""
     deepest: NDArray[np.int64]
-    """Most stages behind a stage at which its microbatches in flight still fit the memory, -1 if none do; axes as in `times`."""
+    """Entry [w, i, j]: largest number of stages that may follow the stage of layers i..j-1 on `widths[w]` devices; -1 if it does
+    not fit. With d stages between it and the loss, its memory must hold d + 1 microbatches."""
     least: NDArray[np.int64]
     """Picoseconds of forward and backward of each layer on its fastest number of devices, without sends, [layers]."""
     chain_of: NDArray[np.int64]

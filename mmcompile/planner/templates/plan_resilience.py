@@ -30,16 +30,16 @@ _STEP_BYTES = 4
 def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int) -> Resilience:
     """Return templates for every number of nodes that failures may leave.
 
-    A pipeline is one replica of the model: the chains of the candidate, its samples of a microbatch and its recomputation, on the
-    devices of its nodes.
+    A template is a pipeline that runs one replica of the model on the devices of its nodes, with the chains, samples per
+    microbatch and recomputation of `candidate`.
 
     Args:
         candidate: layout of the whole cluster.
         fault_tolerance: number of nodes that may fail at once, 0 or more.
 
     Raises:
-        PlanError: f + 1 replicas do not fit the cluster, or a step has too few microbatches for them; the layout copies layers to
-            several stages, shares tokens between ranks, or has a chain that feeds several others.
+        PlanError: `fault_tolerance` + 1 replicas do not fit the cluster, or a step has too few microbatches for them; the layout
+            copies layers to several stages, shares tokens between ranks, or has a chain that feeds several others.
     """
     setting, chains = candidate.setting, candidate.chains
     num_microbatches = setting.num_microbatches * candidate.degrees[-1].dp

@@ -30,7 +30,7 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Calculator of a stage's part of step time T (times `scale`), for a slowest stage in chains `first` to `last` (included)."""
+    """Calculator of the ps that a stage adds to step time, times `scale`, if the slowest stage is in chains `first` to `last`."""
 
     line: Line
     path: int
@@ -38,11 +38,11 @@ class Costs:
     first: int
     last: int
     weights: tuple[int, ...]
-    """Weight of each path, by the chain where it begins, an integer; the weights sum to `scale`."""
+    """Weight of the path from each chain to the loss, in the mean of all paths' times; integers, one a chain."""
 
     @property
     def scale(self) -> int:
-        """Sum of the weights, by which all costs are multiplied."""
+        """Sum of `weights`. Costs are multiplied by it instead of dividing each weight by it, so that they are integers."""
         return sum(self.weights)
 
     @cached_property
@@ -61,12 +61,14 @@ class Costs:
     def of(
         self, first: int, times: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return three arrays [n, guesses]: the costs of n stages placed before the slowest stage, as the slowest, and behind it.
+        """Return three arrays [n, guesses] of costs in ps times `scale`: of stages before, as, and behind the slowest stage.
+
+        Entry [k, g] is for the stage of layers `first` to `first + k` (included), if the time of the slowest stage is in range g.
 
         Args:
             first: first layer of all n stages.
-            times: picoseconds of the stages that end after each of the next n layers, [n].
-            low, high: ends of each interval of the slowest stage's time in picoseconds, [guesses].
+            times: picoseconds of the n stages, [n].
+            low, high: ends of each range of the slowest stage's time in picoseconds, [guesses].
         """
         chain = int(self.line.chain_of[first])
         ends = slice(first + 1, first + 1 + len(times))
@@ -98,9 +100,10 @@ def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Cost tables of a sweep: their shape and the slices of them that a stage reads and writes.
+    """Shape of the cost tables of a dynamic program over layers, and the slices of them that a stage reads and writes.
 
-    Entry [i, g, s, n, d]: least cost of the layers from i on in s stages on n nodes and d devices, slowest stage in interval g.
+    Entry [i, g, s, n, d]: least cost (ps, for `Sweep` times `Costs.scale`) of layers i to the last in s stages on n nodes and d
+    more devices, if the slowest stage's time is in range g of several ranges ("guesses") that are computed at once.
     """
 
     line: Line
@@ -109,25 +112,25 @@ class Shape:
     """Largest number of stages if the tables count stages; None if they do not (the axis of stages left then has length 1)."""
 
     def table(self, guesses: int) -> NDArray[np.int64]:
-        """Return a cost table filled with `INFINITE`."""
+        """Return a cost table with the axes of `Shape` for `guesses` ranges of the slowest stage's time, all `INFINITE`."""
         stages = 1 if self.num_stages is None else self.num_stages + 1
         shape = (self.line.num_layers + 1, guesses, stages, self.num_nodes + 1, self.line.devices_per_node)
         return np.full(shape, INFINITE)
 
     def rest(self, table: NDArray[np.int64], first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return a view of the costs in `table` behind stages of layers `first` to `first + k`, one for each k below `count`.
+        """Return a view of `table`: entry k has the least costs of all layers after a stage of layers `first` to `first + k`.
 
-        Axes: [count, guesses, stages left, nodes, devices]; the stage has `line.widths[width]` devices.
+        Axes: [count, ranges of the slowest stage's time, stages left, nodes, devices]. A stage has `line.widths[width]` devices.
         """
         stages = slice(None) if self.num_stages is None else slice(0, -1)
         free = self.line.devices_per_node - self.line.widths[width] + 1
         return table[first + 1 : first + 1 + count, :, stages, :-1, :free]
 
     def put(self, row: NDArray[np.int64], found: NDArray[np.int64], width: int) -> None:
-        """Lower the entries of a table for one layer, `row`, to `found` where `found` is smaller.
+        """Lower the costs `row` of the layers from one layer on to `found`, where `found` is smaller.
 
-        `row` is [guesses, stages left, nodes + 1, devices]; `found` has the axes of `rest` without the first: costs
-        if a stage on `line.widths[width]` devices comes next.
+        `found` are the costs if the first stage has `line.widths[width]` devices. Axes of both: [ranges of the slowest stage's
+        time, stages left, nodes, devices], in `found` those of nodes and devices that are left after the first stage.
         """
         target = row if self.num_stages is None else row[:, 1:]
         devices = self.line.widths[width]
@@ -138,7 +141,11 @@ class Shape:
         np.minimum(full, found[..., -1], out=full)
 
     def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return costs [count, 1, stages left] for the stages of method `rest`: 0 where the memory suffices, else `INFINITE`."""
+        """Return entry [k, 0, s]: 0 if layers `first` to `first + k` as a stage have memory for s stages behind, else `INFINITE`.
+
+        The stage has `line.widths[width]` devices; with s stages behind it, it holds s + 1 microbatches. All entries are 0 if
+        `num_stages` is None.
+        """
         if self.num_stages is None:
             return np.zeros((count, 1, 1), dtype=np.int64)
         deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
@@ -147,22 +154,22 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Least costs of the part of a pipeline from each layer on to the loss, as two tables with the axes of `Shape`.
+    """Two tables with the axes of `Shape`: least ps of step time, times `Costs.scale`, of the stages from each layer to the loss.
 
-    `whole`: the slowest stage is among these layers. `behind`: the slowest stage was placed before them.
+    `whole`: the pipeline's slowest stage is one of these stages. `behind`: the slowest stage comes before these stages.
     """
 
     shape: Shape
     costs: Costs
     low: NDArray[np.int64]
-    """Lower end in picoseconds of each interval that the slowest stage's time may be in, [guesses]."""
+    """Entry g: least picoseconds of the slowest stage in range g of its possible times, [ranges]."""
     high: NDArray[np.int64]
     whole: NDArray[np.int64]
     behind: NDArray[np.int64]
 
     @classmethod
     def of(cls, shape: Shape, costs: Costs, low: NDArray[np.int64], high: NDArray[np.int64]) -> Sweep:
-        """Return the tables filled from the loss backwards, for intervals [low[g], high[g]] in ps of the slowest stage's time."""
+        """Return the tables filled from the last layer to the first; `low[g]` to `high[g]` ps is range g of the slowest time."""
         line = shape.line
         whole, behind = shape.table(len(low)), shape.table(len(low))
         behind[line.num_layers, :, 0, 0, 0] = 0
@@ -185,12 +192,12 @@ class Sweep:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Entry [g, n]: lower bound in ps of step time T on n nodes, slowest stage in interval g; `INFINITE` if no pipeline."""
+        """Entry [g, n]: lower bound in ps of step time on n nodes if the slowest stage's time is in range g, else `INFINITE`."""
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 
     def pieces(self, guess: int, num_nodes: int) -> list[LineStage]:
-        """Return the stages of the pipeline, feasible or not, whose time is `bounds[guess, num_nodes]`."""
+        """Return the stages that gave `bounds[guess, num_nodes]` (slowest stage in range `guess`); they may exceed the memory."""
         node, device, first, found = num_nodes, 0, 0, False
         left = int(self.whole[0, guess, :, num_nodes, 0].argmin())
         pieces: list[LineStage] = []

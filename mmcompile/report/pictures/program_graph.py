@@ -32,7 +32,7 @@ class StatementGroup:
 
 
 def program_groups(source: str) -> tuple[StatementGroup, ...]:
-    """Return the groups of a stage program's forward, in order; inputs first, outputs last."""
+    """Return the statement groups in the `forward` of a stage program's source, in order; inputs first, outputs last."""
     module = ast.parse(source)
     forward, layers = _forward(module), _layers(module)
     titles = _titles(source.splitlines(), forward)
@@ -52,7 +52,7 @@ def program_groups(source: str) -> tuple[StatementGroup, ...]:
 
 
 def program_text(source: str) -> str:
-    """Return one block a group: its path, inputs, operations and outputs."""
+    """Return a text block for each statement group of a stage program's source, as a layer: path, inputs, operations, outputs."""
     blocks = []
     for index, group in enumerate(program_groups(source)):
         lines = [f"[{index}] {group.title}"]
@@ -78,7 +78,7 @@ def program_dot(source: str, name: str) -> str:
 
 
 def program_svg(source: str) -> str:
-    """Return the groups as a self-contained SVG, left to right along the longest path."""
+    """Return an SVG file of a stage program's source: a box for each statement group, left to right along the longest path."""
     groups = program_groups(source)
     edges = _edges(groups)
     columns = [0] * len(groups)

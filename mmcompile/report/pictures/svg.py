@@ -1,4 +1,4 @@
-"""A layout as SVG: common parts of all graph pictures."""
+"""SVG text of graphs: boxes and edges of a `DiagramLayout`, which has their positions in character cells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Svg:
         return "\n".join([head, _MARKER, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>"]) + "\n"
 
     def path(self, path: Path, title: str, *, dashed: bool) -> str:
-        """Return an edge of the graph; `title`, XML-escaped, shows on hovering."""
+        """Return the SVG element of a routed edge; `title`, XML-escaped, shows on hovering."""
         points = " ".join(f"{_x(x + 0.5):.1f},{_y(y + 0.5):.1f}" for x, y in path.points)
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         return (

@@ -1,4 +1,4 @@
-"""One step of a plan, balanced: seconds of every microbatch of every replica, in arrival order and after."""
+"""One step of a plan: seconds of every microbatch of every replica, with samples in arrival order and after balancing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Comparison:
 
     @property
     def saved(self) -> float:
-        """Reduction by balancing: arrival order minus balanced."""
+        """Number in arrival order minus the balanced number, in the same unit."""
         return self.before - self.after
 
 
@@ -58,23 +58,23 @@ class ComponentLoads:
     deferred: tuple[tuple[int, ...], ...]
     """Number of samples of each microbatch that the language model computes in a later one, [replicas][microbatches]."""
     deferred_s: Loads
-    """Seconds of the deferred samples in each microbatch of `loads_after`."""
+    """Seconds, in each balanced microbatch, of the samples counted in `deferred`, [replicas][microbatches]."""
     traffic: Traffic | None
     """Tokens sent to the language model; None for the language model itself."""
 
     @property
     def slowest_s(self) -> Comparison:
-        """Seconds of the slowest microbatch of any replica."""
+        """Seconds of the slowest microbatch of any replica, in arrival order and balanced."""
         return Comparison(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
 
     @property
     def imbalance(self) -> Comparison:
-        """Slowest microbatch over the mean microbatch; 1 is even."""
+        """Seconds of the slowest microbatch divided by the mean of all, in arrival order and balanced; 1 is even."""
         return Comparison(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
 
     @property
     def straggler_s(self) -> Comparison:
-        """Sum over microbatches of (slowest replica - mean of all replicas), s."""
+        """Sum over microbatches of (slowest replica - mean of all replicas), s, in arrival order and balanced."""
         return Comparison(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
 
 
@@ -116,7 +116,7 @@ class BalancedStep:
 
     @property
     def straggler_s(self) -> Comparison:
-        """Sum of `straggler_s` over all components."""
+        """Sum over microbatches and components of (slowest replica - mean of replicas), s, in arrival order and balanced."""
         return Comparison(
             before=sum(component.straggler_s.before for component in self.components),
             after=sum(component.straggler_s.after for component in self.components),

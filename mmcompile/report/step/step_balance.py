@@ -1,4 +1,4 @@
-"""A step of a plan on a dataset, balanced."""
+"""Balancing of one step: samples drawn from a dataset are assigned to the replicas and microbatches of a plan."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def tried(
 
 
 def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> None:
-    """Raise ConfigError if the dataset has no sample for a component with devices. `costs`: of one step, which may lack it."""
+    """Raise ConfigError if no sample of the whole dataset has work for a component; `costs` are those of the step's samples."""
     if costs.takes_part.any(axis=1).all():
         return
     whole = costs_of_shapes(plan, stats.samples)

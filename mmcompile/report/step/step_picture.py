@@ -1,4 +1,4 @@
-"""A balanced step as a picture: a panel for each component, two bars for each microbatch."""
+"""Picture of a balanced step: a panel for each component, bars of each microbatch's seconds in arrival order and balanced."""
 
 from __future__ import annotations
 

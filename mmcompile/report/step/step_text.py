@@ -1,4 +1,4 @@
-"""A balanced step as text: two bars for every microbatch, in arrival order and after."""
+"""Text of a balanced step: two bars for every microbatch, its seconds in arrival order and balanced."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SystemReplay:
-    """Result of replaying one system: the use of all seconds of a trace."""
+    """Result of replaying one system over a trace: each second is useful, repeated, paused, saving or stopped (`TimeKind`)."""
 
     name: str
     spans: tuple[Span, ...]
@@ -85,17 +85,17 @@ class SystemReplay:
 
     @property
     def useful(self) -> float:
-        """Share of the time, 0..1, in steps that counted, without redundant computation."""
+        """Share of the time, 0..1, in steps whose result was never lost, without redundant computation."""
         return self.useful_share * self.seconds(TimeKind.USEFUL) / self.duration_s
 
     @property
     def samples(self) -> float:
-        """Number of samples in steps that counted."""
+        """Number of samples in steps whose result was never lost."""
         return sum(span.samples for span in self.spans if span.spent is TimeKind.USEFUL)
 
     @property
     def samples_per_s(self) -> float:
-        """Samples in steps that counted, per second of the trace."""
+        """Samples in steps whose result was never lost, per second of the trace."""
         return self.samples / self.duration_s
 
     def curve(self, num_windows: int) -> list[tuple[float, float]]:
@@ -113,7 +113,7 @@ class SystemReplay:
 
 
 Busy = tuple[tuple[TimeKind, float], ...]
-"""Tasks before the next step, in order, as (use of the time, seconds)."""
+"""Delays before the next step, in order: (use of the time, seconds), for example a pause of 30 s and then saving for 10 s."""
 
 
 class ReplayRun(ABC):
@@ -151,11 +151,11 @@ class ReplayRun(ABC):
 
     @abstractmethod
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Lose nodes and set `step_s`; return the tasks before the next step, or None if no node was in use."""
+        """Lose nodes, set `step_s` (seconds of a step), return delays (kind, s) before the next; None if no node was in use."""
 
     @abstractmethod
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Use new nodes, between steps or while stopped, and set `step_s`; return the tasks before the next step."""
+        """Use new nodes between steps or while stopped, set `step_s` (seconds of a step), return delays (kind, s) before it."""
 
     @final
     def play(self, trace: SpotTrace) -> SystemReplay:

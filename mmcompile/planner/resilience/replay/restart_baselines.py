@@ -55,7 +55,7 @@ class RestartRun(ReplayRun):
     _idle: Sequence[int] = ()
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Restart without the lost nodes; return the tasks before the next step, or None if no node was in use."""
+        """Restart without lost nodes; return delays (kind, seconds) before the next step, None if no node was in use."""
         self._idle = [node for node in self._idle if node not in nodes]
         if set(nodes).isdisjoint(self._running):
             return None
@@ -63,7 +63,7 @@ class RestartRun(ReplayRun):
         return self._place([node for node in (*self._running, *self._idle) if node not in nodes])
 
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Restart with new nodes if the step gets shorter; return the tasks before the next step."""
+        """Restart with new nodes if the step gets shorter; return delays (kind, seconds) before the next step."""
         alive = [*self._running, *self._idle, *nodes]
         grid = fastest_grid(self.job, len(alive))
         if self.step_s and grid is not None and grid.step_s >= self.step_s:
@@ -97,7 +97,7 @@ class RedundantRun(ReplayRun):
         self._standby: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Let neighbours replace the lost nodes; return the tasks before the next step, or None if no node was in use."""
+        """Let neighbours replace lost nodes; return delays (kind, seconds) before the next step, None if no node was in use."""
         gone = set(nodes)
         self._standby = [node for node in self._standby if node not in gone]
         if gone.isdisjoint(node for ring in self._rings for node in ring):
@@ -112,7 +112,7 @@ class RedundantRun(ReplayRun):
         return ((TimeKind.PAUSED, self.constants.rendezvous_s),)
 
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Regroup with new nodes if that shortens the step; return the tasks before the next step."""
+        """Regroup with new nodes if that shortens the step; return delays (kind, seconds) before the next step."""
         self._standby += nodes
         alive = [node for ring in self._rings for node in ring if node is not None] + self._standby
         grid = fastest_grid(self.job, len(alive))

@@ -44,7 +44,7 @@ class TraceReplay:
     systems: tuple[SystemReplay, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Return the results as JSON data; spans are replaced by total times and throughput."""
+        """Return the results as JSON data; each system has total seconds of each `TimeKind` and a curve of samples per second."""
         return msgspec.to_builtins(self) | {
             "systems": [
                 {
@@ -104,7 +104,7 @@ class TemplateRun(ReplayRun):
     _spares: Sequence[int] = ()
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Reconfigure without the lost nodes; return the tasks before the next step, or None if no node was in use."""
+        """Reconfigure without lost nodes; return delays (kind, seconds) before the next step, None if no node was in use."""
         if set(nodes).isdisjoint(self._running()):
             self._spares = [node for node in self._spares if node not in nodes]
             return None
@@ -116,14 +116,14 @@ class TemplateRun(ReplayRun):
         return self._take(found, alive)
 
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Reconfigure with new nodes; return the tasks before the next step."""
+        """Reconfigure with new nodes; return delays (kind, seconds) before the next step."""
         if not self._pipelines:
             return self._begin([*self._spares, *nodes])
         alive = [*self._running(), *self._spares, *nodes]
         return self._take(reconfigure(self.job, self._pipelines, joined=nodes, spares=self._spares), alive)
 
     def _begin(self, nodes: Sequence[int]) -> Busy:
-        """Start new pipelines on `nodes` from the last checkpoint; return the tasks to do before the first step."""
+        """Start new pipelines on `nodes` from the last checkpoint; return delays (kind, seconds) before the first step."""
         found = instantiate(self.job, nodes)
         if isinstance(found, Stop):
             self._pipelines, self._spares = (), list(nodes)
