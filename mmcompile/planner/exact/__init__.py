@@ -1,1 +1,1 @@
-"""Exact cuts under a user's constraints, proved optimal by Z3; or a smallest set of constraints that conflict."""
+"""Splits of chains into stages under a user's constraints, the slowest proved fastest by Z3; or constraints that conflict."""

@@ -100,7 +100,7 @@ def _too_big(problem: ExactProblem, cap: Cap) -> str:
 
 
 def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
-    """Yield text on each demand without which, or with a weaker one, a split that meets all the others is found."""
+    """Yield one line of text for each demand that can be weakened or dropped so that a split of all chains is found."""
     for demand in demands:
         others = replace(problem, demands=tuple(other for other in problem.demands if other is not demand))
         best, _ = seed(others)
@@ -118,8 +118,7 @@ def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
 
 
 def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
-    """Return the least cap in bytes, to a thousandth, in place of `cap` with which a split that meets `others` is found."""
-
+    # At most a thousandth above the least memory cap that can replace `cap`, the rule of `demand`.
     def fits(num_bytes: int) -> bool:
         changed = replace(demand, rule=replace(cap, num_bytes=num_bytes))
         return seed(replace(others, demands=(*others.demands, changed)))[0] is not None

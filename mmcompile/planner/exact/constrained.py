@@ -68,7 +68,7 @@ def constrained(engine: BranchAndBound, constraints: Sequence[Constraint], *, bu
 def exact_problem(
     candidate: Candidate, constraints: Sequence[Constraint] = (), *, devices: int | None = None
 ) -> ExactProblem:
-    """Return the splitting problem of a candidate, its degrees and setting fixed.
+    """Return the problem of splitting a candidate's chains into stages, its degrees, microbatches and schedule unchanged.
 
     Args:
         devices: number of devices for all stages together, with free stage counts; None keeps the candidate's counts and ranks.

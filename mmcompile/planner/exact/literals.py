@@ -33,7 +33,7 @@ class ChainLiterals:
     index: int
     num_layers: int
     most: int
-    """Largest number of stages of the chain; boundary `most` from the end is always 0."""
+    """Largest number of stages of the chain; boundary `most`, the first layer of the `most`-th stage from the end, is layer 0."""
     boundaries: tuple[tuple[z3.BoolRef, ...], ...]
 
     @classmethod

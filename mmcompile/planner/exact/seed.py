@@ -1,8 +1,9 @@
 """First answer and first bound for the exact splitter: an interval DP per chain under the demands that one chain can check.
 
-Taken alone, with the least distance to the loss that it can have, each chain is split optimally into every number of stages (the
-recurrence of `mmcompile.planner.search.partition`, stages that a demand forbids costing infinity). A lower bound is the least
-stage time at which the chains, in their fewest stages, fit the devices. With the real distances the same DP gives a split.
+A chain's distance to the loss, the number of stages from its end to the loss, sets its microbatches in flight and so its memory.
+Taken alone, with the least distance that it can have, each chain is split optimally into every number of stages (the recurrence
+of `mmcompile.planner.search.partition`, stages that a demand forbids costing infinity). A lower bound is the least stage time at
+which the chains, in their fewest stages, fit the devices. With the distances that follow from all splits, the same DP gives one.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class _ChainSplits:
     known: dict[tuple[int, int], dict[int, Split]] = field(default_factory=dict)
 
     def splits(self, chain: int, tail: int) -> dict[int, Split]:
-        """Return number of stages -> optimal split of a chain into so many stages, for every number for which one exists."""
+        """Return number of stages -> optimal split of a chain into so many stages, for every number for which one exists.
+
+        `tail` is the number of stages between the chain's end and the loss, on which the memory of its stages depends.
+        """
         key = (chain, tail)
         if key not in self.known:
             counts = _counts_allowed(self.problem, chain)
@@ -90,10 +94,7 @@ class _ChainSplits:
         return self.known[key]
 
     def _chain(self, chain: int, tail: int, count: int) -> dict[int, Split]:
-        """Return number of stages -> optimal split of a chain, for 1 to `count` stages.
-
-        A demand on a stage of given index, counted from the first, applies as in a split into `count` stages.
-        """
+        # If a demand names a stage by its index from the first, only the split into `count` stages is right.
         costs = (_cost(self.problem, chain, tail, k, count) for k in range(1, count + 1))
         return {k: split for k, split in enumerate(cheapest_splits(costs), start=1) if split is not None}
 
@@ -108,7 +109,8 @@ def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
 def _cost(problem: ExactProblem, chain: int, tail: int, k: int, count: int) -> Table:
     """Return the picoseconds of every possible stage that is the k-th from the end of `count` stages, [N+1, N+1].
 
-    Entry [i, j] is for the stage of layers i..j-1; INFINITE if the memory or a demand forbids it.
+    Entry [i, j] is for the stage of layers i..j-1; INFINITE if it breaks a memory limit or another demand of the problem. `tail`
+    is the number of stages between the chain's end and the loss, on which the memory depends.
     """
     own = problem.chains[chain].tables
     start, end = np.arange(len(own.times))[:, None], np.arange(len(own.times))[None, :]
@@ -146,7 +148,7 @@ def _targets(problem: ExactProblem, dp: _ChainSplits) -> Iterator[tuple[int, tup
 
 
 def _realise(problem: ExactProblem, dp: _ChainSplits, counts: tuple[int, ...]) -> Splits | None:
-    """Return splits with given stage counts, for their true distances to the loss; None if these cannot meet all demands."""
+    # The last chain first: the splits after a chain determine its distance to the loss.
     splits = [Split(boundaries=(0, chain.num_layers)) for chain in problem.chains]
     for chain in reversed(range(len(splits))):
         options = dp.splits(chain, tails(problem, tuple(splits))[chain])

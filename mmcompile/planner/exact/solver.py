@@ -50,7 +50,7 @@ class Exact:
 
     @property
     def text(self) -> str:
-        """Certificate of the split in words."""
+        """Text on how far the slowest stage is proved to be the fastest possible, with its seconds and the remaining gap."""
         slowest = format_seconds(self.slowest_s)
         if self.proved:
             return (

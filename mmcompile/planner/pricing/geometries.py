@@ -124,10 +124,10 @@ def _inputs(
 def _input(
     graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
 ) -> MediaInput:
-    """Return how lengths of images or audio clips follow from the input `name`, given a batch in which all are equally long.
+    """Return the rule that gives the lengths of images or audio clips from the shape of the batch's input `name`.
 
-    A length is a number of patches if the encoder has a convolution, else an item's part of the encoder's rows. Where the graph
-    does not read the input itself, the model has packed it: only the steps that a mask input marks count.
+    A length is a number of patches if the encoder has a convolution, else of encoder rows, equal for all items of the batch. If
+    the graph lacks the input, the model has packed it: then only the positions that a mask input marks count, as audio frames.
     """
     masks = (other for other in encoder.sources if other != name and other in inputs and _marks(inputs[other], value))
     mask = next(masks, "") if all(spec.name != name for spec in graph.inputs) else ""

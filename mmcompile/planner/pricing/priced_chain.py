@@ -19,7 +19,7 @@ OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
 """Passes of an optimizer step over the bytes of trainable parameters: reads of gradients, parameters and states, and writes."""
 
 Loads = Mapping[str, tuple[Load | None, Load | None]]
-"""Component -> (mean load, worst load) of a microbatch; None where costs are known at one load only."""
+"""Component -> (mean, heaviest) load of a microbatch (rows, squared lengths), each None if costs do not depend on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,9 +43,9 @@ class PricedChain:
     working_bytes: NDArray[np.int64]
     """Bytes held only while the layer runs its backward, for the worst microbatch, [layers]."""
     shared_bytes: NDArray[np.int64]
-    """Bytes of earlier layers' values, such as masks, kept where a stage begins with a layer: mean microbatch, [layers]."""
+    """Entry i: bytes of earlier layers' values (masks) that a stage from layer i on keeps for the mean microbatch, [layers]."""
     worst_shared_bytes: NDArray[np.int64]
-    """Bytes of earlier layers' values, such as masks, kept where a stage begins with a layer: worst microbatch, [layers]."""
+    """Entry i: bytes of earlier layers' values (masks) that a stage from layer i on keeps for the worst microbatch, [layers]."""
     output_bytes: NDArray[np.int64]
     """Bytes of the layer's output on one rank, for the mean microbatch, [layers]."""
     whole_bytes: NDArray[np.int64]
@@ -67,7 +67,10 @@ class PricedChain:
         return self.parameter_bytes + (1 + OPTIMIZER_STATES) * self.trainable_bytes
 
     def held_bytes(self, num_stages: int, num_microbatches: int) -> float:
-        """Return the bytes of all stages together, if each has an equal part of a chain that ends in the loss, under 1F1B."""
+        """Return bytes of parameters, gradients, optimizer state and activations, summed over one rank of each stage, under 1F1B.
+
+        The chain ends in the loss and is split into stages of equal bytes.
+        """
         filled = min(num_stages, num_microbatches)
         in_flight = (filled * (filled + 1) / 2 + (num_stages - filled) * num_microbatches) / num_stages
         return float(self.state_bytes[-1]) + in_flight * float(self.saved_bytes[-1])
@@ -81,7 +84,7 @@ class RepeatedLayers:
     seconds: float
     """Seconds of forward and backward of one such layer for a mean microbatch."""
     fixed_bytes: int
-    """Bytes of one layer for any number of microbatches in flight: its state, and the worst microbatch's excess over the mean."""
+    """Bytes of one layer's parameters, gradients, optimizer state, and of the worst microbatch's activations less the mean's."""
     saved_bytes: int
     """Bytes of activations kept for the backward of a mean microbatch by one layer."""
     working_bytes: int
@@ -90,7 +93,7 @@ class RepeatedLayers:
 def price_chain(
     pricing: Pricing, chain: ChainSpec, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> list[PricedChain]:
-    """Return a chain's prices at each of many loads, computed together."""
+    """Return the seconds and bytes of a chain's layers, one result for each entry of `loads` (sizes of microbatches)."""
     parts: dict[tuple[str, float], tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
     counts: dict[tuple[str, float], NDArray[np.int64]] = {}
     rows: list[NDArray[np.float64]] = []
@@ -135,11 +138,12 @@ def price_chain(
 def _component_prices(
     pricing: Pricing, component: str, share: float, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return seconds and sizes of a component's layers, one of each group of equal layers, at `share` times each of `loads`.
+    """Return seconds and bytes of a component's layers, one of each group of equal cost, for the part `share` of each microbatch.
 
     Returns:
-        [groups, loads, 3]: seconds of forward, input and weight gradient. [groups, loads, 10]: whether a backward runs, then
-        bytes of `PricedChain`: parameter, trainable, saved, worst, working, output, whole, shared, worst shared.
+        [groups, loads, 3]: seconds of forward, input and weight gradient. [groups, loads, 10]: 1 if a backward runs, else 0; then
+        bytes of parameters, trainable parameters, activations (mean, worst microbatch), working memory, output (rank, replica),
+        and earlier layers' values that a stage beginning with the layer keeps (mean, worst microbatch).
     """
     mean = _columns([each[component][0] for each in loads], share)
     heavy = _columns([each[component][1] for each in loads], share)

@@ -66,10 +66,10 @@ WHOLE = LayerSharding()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
-    """Sizes in bytes of one layer of each group of a component at many loads, arrays [groups, loads]."""
+    """Bytes of one layer of each group of a component's layers that cost the same, as arrays [groups, microbatches]."""
 
     backward: NDArray[np.bool_]
-    """True for layers that run a backward, [groups, loads]."""
+    """True where the layers of a group run a backward for a microbatch, [groups, microbatches]."""
     parameter: NDArray[np.int64]
     trainable: NDArray[np.int64]
     activation: NDArray[np.int64]
@@ -95,7 +95,7 @@ class Pricing:
     """Calculator of the prices of a model's layers on one cluster. `kinds` and `calibration` are given together."""
 
     table: CostTable
-    """Costs of all layers. A table without `growing` has the same costs at every load."""
+    """Costs of all layers; those of a component that is absent from `CostTable.growing` are the same for every microbatch."""
     cluster: Cluster
     dtype: str
     merging: frozenset[str] = frozenset()
@@ -142,10 +142,12 @@ class Pricing:
     def bulk(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> tuple[NDArray[np.float64], LayerBytes]:
-        """Return seconds and bytes of one layer of each group at n loads, given as `tokens` and `squares` [n]; `costs` in bulk.
+        """Return seconds and bytes of a component's layers for n microbatches, one of each group of layers that cost the same.
+
+        The microbatches have rows `tokens` [n] and sums of squared lengths `squares` [n].
 
         Returns:
-            [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
+            [groups, n, 3] seconds of forward, input gradient, weight gradient; [groups, n] bytes of parameters and so on.
         """
         sharding = self._possible(component, sharding)
         size = np.array([self._size(component, own) for own in tokens.tolist()])
@@ -177,9 +179,10 @@ class Pricing:
     def group_durations(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
-        """Return the seconds of n microbatches of loads `tokens` and `squares` [n] in one layer of each group, [groups, n, 3].
+        """Return the seconds of n microbatches in one layer of each group of layers that cost the same, [groups, n, 3].
 
-        They are seconds of forward, input gradient and weight gradient. A microbatch without tokens takes no time.
+        They are seconds of forward, input and weight gradient, for rows `tokens` and squared lengths `squares`, both [n]. A
+        microbatch without tokens takes no time.
         """
         sharding = self._possible(component, sharding)
         size = self._size(component, float(tokens.mean()))
@@ -207,7 +210,7 @@ class Pricing:
         return self.token_sharing is None or component in self.token_sharing
 
     def _grouped(self, component: str) -> tuple[NDArray[np.int64], tuple[LayerGroup, ...]]:
-        """Return the number of each layer's group, [layers], and the groups of equal layers of a component."""
+        """Return the index of each layer's group, [layers], and the groups of a component; layers of one group cost the same."""
         if component not in self._groups:
             growing = self.table.growing.get(component) or self.table[component]
             kinds = self.kinds.get(component, ("",) * len(growing))
@@ -268,9 +271,9 @@ class Pricing:
         return load.tokens / captured if captured else 0.0
 
     def _size(self, component: str, tokens: float) -> int:
-        """Return the even exponent e whose 2^e is nearest to the load's tokens divided by those of the captured load.
+        """Return the even exponent e with 2^e nearest, on a log scale, to `tokens` divided by the captured batch's tokens.
 
-        Amounts have a separate affine function of the load near each power of four, as collectives are not affine over all sizes.
+        Near each power of four, a layer's costs have their own coefficients, as collectives are not affine over all sizes.
         """
         if component not in self.table.growing:
             return 0
@@ -278,9 +281,9 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """Return the coefficients (constant, per token, per squared length) of a layer's amounts as functions of the load.
+        """Return (constant, per token, per squared length) of each cost of a layer (FLOPs, bytes, and so on).
 
-        The shape is [groups of layers, amounts, 3]. `size` is the result of `_size` for the load.
+        The shape is [groups of equal layers, costs, 3]. They hold near 2^`size` times the tokens of the captured batch.
         """
         key = (component, sharding, size)
         if key not in self._affine:
@@ -305,7 +308,7 @@ class Pricing:
         ]
 
     def _roofline(self, amounts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return seconds of forward, input and weight gradient, [groups, loads, 3], from amounts [groups, amounts, loads]."""
+        """Return seconds of forward, input and weight gradient, [groups, loads, 3], from FLOPs, bytes, ... [groups, 9, loads]."""
         device = self.cluster.device
         flops_per_s, bytes_per_s = device.flops_per_s(self.dtype), device.memory_bytes_per_s
         by_name = np.maximum(amounts, 0.0).transpose(1, 0, 2)
@@ -342,7 +345,7 @@ def _three(at: Load) -> tuple[Load, Load, Load]:
 
 
 def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
-    """Return coefficients (constant, per token, per squared length), [..., 3], from values `points` [3, ...] at `_three(at)`."""
+    # Coefficients (constant, per token, per squared length), [..., 3]; `points` [3, ...] are values at the loads of `_three(at)`.
     tokens, squares = points[1] - points[0], points[2] - points[0]
     return np.stack(
         [

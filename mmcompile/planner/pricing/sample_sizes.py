@@ -109,7 +109,7 @@ class SampleSizes:
         )
 
     def rows(self, geometry: Geometry) -> SampleRows:
-        """Return the rows and squared lengths that each sample brings to a component."""
+        """Return the rows and squared lengths that each sample brings to the component that `geometry` describes."""
         lengths = self._lengths(geometry)
         return SampleRows(
             rows=lengths.sums(lengths.values) * geometry.rows_per_unit,
@@ -117,7 +117,7 @@ class SampleSizes:
         )
 
     def _lengths(self, geometry: Geometry) -> Lengths:
-        """Return the lengths of samples' sequences or items in the units of a component: patches, frames, tokens or samples."""
+        """Return the lengths of images (patches), clips (frames) or texts (tokens) that a component reads; else 1 a sample."""
         match geometry.modality:
             case "image" | "audio":
                 lengths = self.images if geometry.modality == "image" else self.audios

@@ -33,11 +33,11 @@ _Ranking = tuple[SampleRows, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Distribution of loads in a model's components over a dataset; without one, all microbatches equal the captured one."""
+    """Rows and squared lengths that microbatches of a dataset, or copies of the captured batch, bring to each component."""
 
     geometries: Mapping[str, Geometry]
     captured: Mapping[str, Load]
-    """Component -> its load in the captured batch."""
+    """Component -> rows and squared lengths (`Load`) that the captured batch brings to it."""
     num_samples: int
     """Number of samples in the captured batch."""
     stats: DatasetStats | None = None

@@ -30,7 +30,7 @@ _NOTHING = LayerTimes(forward_s=0.0, input_grad_s=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Inputs of one simulation of a step: stages, flows of microbatches, durations, and seconds of messages."""
+    """Inputs of one simulation of a step: stages, the path of each microbatch through them (`flows`), durations, schedule."""
 
     stages: Sequence[Placed]
     flows: Sequence[Flow]
@@ -47,11 +47,13 @@ def attribute(
     chains: Mapping[str, Sequence[str]],
     kind: ScheduleKind = "1f1b",
 ) -> tuple[BubbleShare, ...]:
-    """Return the idle share of the ranks of each chain, by cause (see the module's docstring).
+    """Return the idle share of the ranks of each chain, by cause: warm-up, unequal stages, unequal microbatches, messages.
 
     Args:
-        stages: stages as for `build_schedule`, as are `flows` and `kind`.
-        durations: durations as for `simulate`, as is `link_s`.
+        stages: all stages, each on one rank.
+        flows: stages that each microbatch passes, and the edges between them.
+        durations: stage name -> seconds of forward and backward, for all microbatches or for each.
+        link_s: (sending stage, receiving stage) -> seconds of a message; 0 if absent.
         chains: chain name -> names of its stages. Ranks that run stages of several chains count in each.
 
     Returns:

@@ -65,7 +65,7 @@ def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
 
 
 def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
-    """Return (sender, receiver) -> seconds of a message, without its handling by both ranks, which their durations include."""
+    """Return (sender, receiver) -> seconds of a message in transit, without its copies by both ranks, counted in `_duration`."""
     sizes_of = {(link.source, link.target): link.sizes for link in crossing}
     sizes_of |= {(link.target, link.source): link.gradient_sizes for link in crossing}
     whole_s = {pair: runtime.link.latency_s + sum(sizes) / runtime.link.bytes_per_s for pair, sizes in sizes_of.items()}

@@ -66,9 +66,9 @@ class OrderKeys:
 
 
 def ticks(kind: ScheduleKind, crossings: int, num_microbatches: int) -> tuple[int, int, int]:
-    """Return a stage's keys: their step from one microbatch to the next, that of the first forward, that of the first backward.
+    """Return (step, forward, backward): microbatch m's sort key is `forward + step * m` in the forward, likewise in the backward.
 
-    `crossings` is the number of edges that cross ranks on the longest path to a sink, r(s) in the module's docstring.
+    `crossings` is the number of edges that cross ranks on the longest path from the stage to a sink. 1F1B: 2 give (2, -2, 3).
     """
     match kind:
         case "gpipe":
@@ -121,11 +121,11 @@ class MessageOrder:
 
 
 def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> MessageOrder:
-    """Return an order in which both sides of each pair of stages have their messages in the order of the sends.
+    """Return an order of messages in which the receiver of each pair of stages has them in the order in which the sender sends.
 
-    A message that is needed late would be overtaken by those that its stage sends after it but that are needed earlier. It is
-    received before the first of them. That costs no time, as messages of a pair of stages follow one another. It cannot deadlock,
-    as the message was sent before them, and they before they are needed.
+    So a message is received before the first computation that needs this message or one that the pair sends later: if microbatch
+    5 needs the first message and microbatch 3 the second, both are received before microbatch 3. That costs no time, as messages
+    of a pair follow one another, and cannot deadlock, as a message received early was sent before one that is needed then.
 
     Args:
         pairs: (sender, receiver) of each message.

@@ -69,7 +69,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Work of one microbatch in a subset of the stages, and its positions (slots) among the microbatches of a step."""
+    """Work of one microbatch in a subset of the stages, and its places among the forwards and the backwards of a step."""
 
     number: int
     """Index by which the actions of a schedule name this unit; unique among units that share a stage."""
@@ -88,7 +88,7 @@ class CrossEdge:
     """
 
     source: tuple[str, int]
-    """(stage name, unit number) that sends the tensors."""
+    """(name of the sending stage, `Unit.number` of the microbatch's work that makes the tensors)."""
     target: tuple[str, int]
     gradient: bool
 
@@ -242,8 +242,8 @@ def schedule_units(
     """Return the schedule of a step in which samples may change microbatch between stages.
 
     `build_schedule` is the case without `edges`. The schedule cannot deadlock, and both sides of a pair of stages have their
-    messages in the same order. A receive stands right before the computation that needs it, unless its edge leads more than one
-    slot on. Then messages sent later may be needed earlier, and it stands before the first receive of these.
+    messages in the same order. A receive stands right before the computation that needs its message, or before an earlier
+    computation that needs a message sent later.
 
     Args:
         stages: all stages of the plan, those of every replica, each on one rank.
@@ -336,7 +336,7 @@ def _message_orders(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Program:
-    """Stages of one flow, as indices, and for each the stages on other ranks with which it exchanges messages, ascending."""
+    """Indices of the stages that a microbatch passes, and of the stages on other ranks with which each exchanges messages."""
 
     stages: tuple[int, ...]
     backward: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Discrete-event simulation of a schedule: start and end of every action, from the duration of each.
 
 A rank runs its actions in order. A send starts when its rank reaches it and costs the rank nothing; messages of one
-directed pair of stages follow one another. A receive waits for the message with its microbatch numbers on both sides. The
-simulator is the one judge of plans.
+directed pair of stages follow one another. A receive waits for the message of its sending and receiving stage and of the
+microbatch number in each. Plans are compared by the makespans that result.
 """
 
 from __future__ import annotations

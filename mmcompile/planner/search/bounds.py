@@ -153,7 +153,7 @@ class _Union:
         )
 
     def play(self) -> Array:
-        """Simulate all candidates, and return the seconds at which each stage has finished, [draws, stages]."""
+        """Simulate all draws of samples; return seconds at which each stage of all candidates has finished, [draws, stages]."""
         draws, num_stages = self.seconds[0].shape[:2]
         most, edges = int(self.count.max()), len(self.source)
         clock = np.zeros((draws, num_stages))

@@ -1,10 +1,11 @@
 """`BranchAndBound`: search for the fastest combination of setting, degrees and stage counts; bounds spare most of the work.
 
-Combinations come in the order of their guess. One whose bound is above the fastest step so far is left out. Others are split
-exactly, and left out if the bound of their real stages is above it. The rest are simulated: their makespan is the mean over draws
-of random samples. If all combinations are listed, the loop ends when none of them, split in this way, can be faster by more than
-the tolerance. Otherwise it stops after a number of splits without a faster one, and neighbours of the fastest (a stage more or
-less in a chain) are tried. At last the finalists are tried with the other schedules, and their cuts are moved one by one.
+Combinations are taken by ascending guess of a step's seconds. One whose lower bound is above the fastest step so far is left out.
+The chains of others are split into stages, the slowest as fast as possible; those whose bound, with these stages, is above the
+fastest step are left out. The rest are simulated: their makespan is the mean over draws of random samples. If all combinations
+are listed, the loop ends when none of them, split in this way, can be faster by more than the tolerance. Otherwise it stops after
+a number of splits without a faster one, and neighbours of the fastest (a stage more or less in a chain) are tried. At last the
+finalists are tried with the other schedules, and boundaries between their stages are moved to other layers, one by one.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class BranchAndBound:
     def first(self) -> Candidate | None:
         """Return the first candidate found that fits the memory, or None.
 
-        Combinations that need the least memory come first: most recomputation, most ranks, smallest microbatches. At most
-        `_MAX_VAIN` are split.
+        Settings, degrees and stage counts that need the least memory come first: most recomputation, most ranks, smallest
+        microbatches. Chains are split into stages for at most `_MAX_VAIN` of these combinations.
         """
         order = [
             (-RECOMPUTES.index(group.setting.recompute), -int(group.ranks[index]), group.setting.samples, number, index)
@@ -111,23 +112,23 @@ class BranchAndBound:
         return next((candidate for candidate in drafts if candidate is not None), None)
 
     def best(self) -> Candidate | None:
-        """Return the simplest of the candidates whose step is about as short as the fastest; None if no candidate was judged."""
+        """Return the simplest simulated candidate whose step is about as short as the fastest; None if none was simulated."""
         limit_s = self.fastest_s * (1 + TOLERANCE / 2)
         close = (judged for judged in self.judged if judged.iteration_s <= limit_s)
         return min(close, key=_simplest, default=None)
 
     def fastest(self, number: int) -> list[Candidate]:
-        """Return the judged candidates with the shortest steps, at most `number`, in ascending order."""
+        """Return the simulated candidates with the shortest steps, at most `number`, in ascending order."""
         return sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
 
     @property
     def fastest_s(self) -> float:
-        """Seconds of the fastest judged candidate's step; infinite if none was judged."""
+        """Seconds of the shortest step of all simulated candidates (`judged`); infinite if there are none."""
         return min((judged.iteration_s for judged in self.judged), default=float("inf"))
 
     @property
     def lower_bound_s(self) -> float:
-        """Lower bound in s of every combination's step, if each microbatch is the mean one; infinite without combinations."""
+        """Lower bound in s of a step over all degrees and stage counts, all microbatches being mean; infinite if none exist."""
         bounds = [float(group.bound_s.min()) for group in self.groups]
         return min([*bounds, *self.combos.left_out], default=float("inf"))
 
@@ -275,7 +276,8 @@ class BranchAndBound:
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
     """Yield other ways to cut a chain, one change away from the given stages, each as (first, end) layer of each stage.
 
-    One cut, or all, moves a layer earlier or later. Unless `same` keeps the number of stages, a cut is also removed or added.
+    One boundary between stages, or all, is shifted by a layer; unless `same` keeps the number of stages, one is also removed or
+    added: [(0, 2), (2, 4)] -> [(0, 1), (1, 4)], [(0, 3), (3, 4)], [(0, 4)], [(0, 1), (1, 2), (2, 4)], ...
     """
     cuts = [last for _, last in ranges[:-1]]
     end = ranges[-1][1]

@@ -8,11 +8,12 @@ With M microbatches, a combination's step takes at least `bound` and about `gues
 `slowest` is the slowest stage's time for one microbatch, `path` the time of one microbatch through all stages, `tail` the time
 after the last backward. `spread` is the standard deviation of the microbatches' tokens over their mean: stages wait for the
 largest of about as many microbatches as there are stages, with a = `_SPREAD_COST` [Empirical, by the simulator]. T is the last
-chain's time for one microbatch in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound:
-stage k of the last chain ends no sooner than r times all before it plus M times itself. The largest is least if all are equal.
+chain's time for one microbatch in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound
+holds as a stage of the last chain ends no sooner than r times the time of all stages before it plus M - 1 + r times its own; the
+last of these ends is earliest if T is divided so that all stages end at once.
 
-Where combinations are few, all are listed. Else each option (degrees and stage count) of the last chain is combined only with the
-options of encoders that no other beats in ranks, slowest stage and path.
+Where combinations are few, all are listed. Else an option (degrees and stage count) of an encoder is left out if another needs no
+more ranks and is no slower, and each option of the last chain is combined only with the encoder options of the best guesses.
 
 Source: dissertation of Oobleck / Cornstarch / Entrain, §4.4.3.
 """
@@ -88,7 +89,7 @@ class Combinations:
     _joined: dict[tuple[ChainSet | Options, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
 
     def groups(self) -> list[CombinationGroup]:
-        """Return all listed combinations as groups of one chain set and setting; groups without combinations are left out."""
+        """Return all listed combinations of degrees and stage counts, one group for each chain set and setting that has any."""
         self._price()
         prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
         number = sum(prod(map(len, options)) for _, _, options in prepared) + len(self.left_out) * MAX_LISTED
@@ -107,7 +108,7 @@ class Combinations:
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        """Settings of a whole plan that are combined with the chains' options."""
+        """Choices for a whole plan (microbatches, replicas, recomputation), to combine with chains' degrees and stage counts."""
         return tuple(_settings(self.problem, _primary(self.problem.space.schedules)))
 
     def max_ranks(self, chains: ChainSet) -> int:
@@ -243,7 +244,7 @@ class Combinations:
 
 
 def unevenness(problem: Problem, setting: Setting, stages: Index | int) -> Array:
-    """Return the factor, 1 or more, on a microbatch's guessed seconds, as `stages` stages wait for the largest microbatch."""
+    """Return the factor, 1 or more, by which waiting for the largest microbatch lengthens a mean one, with `stages` stages."""
     return np.asarray(1.0 + _SPREAD_COST * problem.prices.spread(setting) * np.sqrt(np.log(stages)))
 
 

@@ -39,14 +39,14 @@ class Relaxation:
     words: str
     ways: tuple[Way, ...]
     rising: bool = False
-    """True if each request in `ways` fits the memory wherever the one before it does, so that binary search suffices."""
+    """True if all changed requests after one that fits the memory fit too, so that the first is found by bisection."""
     instead_of: str = ""
-    """Name (`words`) of an earlier relaxation, whose request i gives up less than request i of this one.
+    """`words` of an earlier relaxation, whose i-th changed request is a smaller change than the i-th of this one; "" for none.
 
-    If request i of the earlier one is its first feasible request, only requests before i of this one are tried.
+    If the first one there that fits the memory is the i-th, only those before the i-th of this relaxation are tried.
     """
     useless_after: tuple[str, ...] = ()
-    """Names (`words`) of relaxations that give up less; if one of them is feasible, this one is not tried."""
+    """`words` of relaxations that are smaller changes; if a request of one of them fits the memory, this one is not tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +54,11 @@ class Nearest:
     """Result of trying relaxations: those with a feasible request, those without, and those not tried."""
 
     works: tuple[str, ...]
-    """First feasible request, in words, of each relaxation that has one, in order of trial."""
+    """First changed request that fits the memory, in words, of each kind of change that has one, in order of trial."""
     fails: tuple[str, ...]
-    """Names (`words`) of the relaxations without any feasible request."""
+    """`Relaxation.words` of each kind of change, such as more nodes, with which no changed request fits the memory."""
     untried: tuple[str, ...]
-    """Names (`words`) of the relaxations that were left when the time was up."""
+    """`Relaxation.words` of each kind of change that was left when the time was up."""
 
 
 def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
@@ -249,7 +249,8 @@ def _needs(problem: Problem) -> Iterator[str]:
 
 
 def trains_more(problem: Problem) -> bool:
-    """Return whether parameters outside the projectors train. False without projectors, or if costs cannot be computed anew."""
+    """Return whether a model with projectors trains parameters outside of them. False if costs are of a context-parallel rank."""
+    # The costs of a context-parallel rank cannot be computed anew with other parameters frozen.
     names = _projectors(problem)
     trained = {spec.name for spec in problem.graph.parameters if spec.trainable}
     return bool(names) and not trained <= names and problem.pricing.given_cp == 1

@@ -1,4 +1,4 @@
-"""Places of stages, and the seconds of a message between two of them."""
+"""Ranks on which the stages of a plan are placed, and the seconds of a message between two stages."""
 
 from __future__ import annotations
 

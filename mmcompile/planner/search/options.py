@@ -47,9 +47,9 @@ class Options:
     path_s: Array
     """Seconds of one microbatch through all stages, forward and backward, [options]."""
     late_s: Array
-    """Part of `path_s` that is weight gradients, [options]."""
+    """Seconds of one microbatch's weight gradients in all stages, [options]."""
     waited: Array
-    """Least share, 0..1, of a layer's time that is forward and input gradient, for which other stages wait, [options]."""
+    """Least value over a chain's layers of the share, 0..1, of a layer's time that is not weight gradient, [options]."""
     tail_s: Array
     """Rough seconds after the last backward: gradient reduction over replicas and optimizer step, [options]."""
 
@@ -73,7 +73,7 @@ class OptionTables:
 
     problem: Problem
     too_big: dict[str, MemoryShortage] = field(default_factory=dict, repr=False)
-    """Description -> options (degrees and stage counts) of a chain that exceed the memory."""
+    """Chain name, largest excluded stage count and degrees, as in "llm 4 (tp 2)" -> all stage counts that exceed the memory."""
     _slowest: dict[tuple[object, ...], Array] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], Options] = field(default_factory=dict, repr=False)
 
@@ -167,9 +167,9 @@ class OptionTables:
 
 @cache
 def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: bool) -> Index:
-    """Return the least microbatches in flight of a chain's `most` last stages, [most], beginning at its end.
+    """Return the number of microbatches in flight of a chain's last stage, the one before it, and so on, [most].
 
-    With `last`, the chain ends with the loss.
+    The chain ends with the loss if `last`, else at least one stage before it. 1F1B: `[1, 2, 3]` if `last`, else `[2, 3, 4]`.
     """
     depths = range(0 if last else 1, most + (0 if last else 1))
     return np.array([in_flight(schedule, depth, num_microbatches) for depth in depths])
@@ -210,7 +210,7 @@ class JoinedEncoders:
     path_s: Array
     """Seconds of the longest path through encoders, forward and backward, [combinations]."""
     before_s: Array
-    """Least seconds that encoders take before the last chain's first stage begins and after it ends, together, [combinations]."""
+    """Least seconds of a microbatch's encoder forwards before the last chain plus encoder backwards after it, [combinations]."""
     tail_s: Array
 
     @classmethod
@@ -256,7 +256,7 @@ class JoinedEncoders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bound:
-    """Constraint that the encoders of each of some groups have equal numbers of replicas."""
+    """Constraint on the numbers of replicas of encoders: equal for all encoders of a group."""
 
     replicas: tuple[Index, ...]
     """Number of replicas in each option of each encoder, one array [options] each; 0 where it need not match other encoders."""
@@ -284,7 +284,7 @@ class _Bound:
         return np.stack(columns, axis=1)
 
     def allowed(self, joined: Index) -> NDArray[np.bool_]:
-        """Return for each combination whether its last encoder has as many replicas as the encoders that it must match."""
+        """Return for each row of `joined` (encoders' option indices) if the last has as many replicas as others of its group."""
         newest, found = joined.shape[1] - 1, self.chosen(joined)
         before = [chain for group in self.groups if newest in group for chain in group if chain < newest]
         return (found[:, before] == found[:, newest : newest + 1]).all(axis=1)

@@ -237,7 +237,7 @@ def sample_rates(
 
     Args:
         geometries: component name -> geometry of its samples.
-        pricing: prices that hold at every load; None if those of the candidate's problem do.
+        pricing: prices of layers for microbatches of any size; None for the prices of the candidate's problem.
     """
     problem, setting = candidate.problem, candidate.setting
     pricing = pricing or problem.pricing

@@ -116,11 +116,14 @@ class StageTables:
         return tuple(layer.working_bytes for layer in self.layers)
 
     def held(self, in_flight: int) -> Table:
-        """Return [N+1], entry i: bytes but for working bytes of the first i layers, with `in_flight` microbatches in flight."""
+        """Return entry i: bytes of parameters, gradients, optimizer state and saved activations of the first i layers, [N+1]."""
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
-        """Return bytes to subtract from `held`, [N+1]: the stage of layers i..j-1 holds `held[j] - held_before[i]` bytes."""
+        """Return entry i: bytes to subtract from `held(in_flight)` for a stage that begins with layer i, [N+1].
+
+        A stage of layers i..j-1 holds `held(in_flight)[j] - held_before(in_flight)[i]` bytes, besides working bytes.
+        """
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:

@@ -26,7 +26,7 @@ Decided = tuple[int | None, ...]
 
 
 def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
-    """Return balance groups as tuples of chain indices: the last chain alone, and the others grouped by the edges among them."""
+    """Return groups of chain indices that must have equally many replicas: the last chain alone, the others joined by edges."""
     last = len(chains.chains) - 1
     graph = nx.Graph()
     graph.add_nodes_from(range(last))
@@ -35,12 +35,12 @@ def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
 
 
 def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: bool) -> Decided | None:
-    """Return the number of replicas that a request fixes for each chain; None if a chain or balance group gets two numbers.
+    """Return the number of replicas that a request fixes for each chain; None if chains that must be equal get two numbers.
 
     Args:
         wanted: chain or component name -> replicas.
-        follow: True: a balance group without a named chain has as many replicas as the last chain, or 1 if that is not named
-            either. False: its chains get None, as the search chooses.
+        follow: True to give chains without a number that of the last chain, or 1 if that has none; False to give them None, so
+            that the search tries all.
     """
     found: list[int | None] = [None] * len(chains.chains)
     for group in balance_groups_of(chains):
@@ -83,11 +83,10 @@ class ChainPrices:
     )
 
     def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
-        """Return the mean load of a microbatch in a component on one replica; None if costs are known at one load only.
+        """Return the rows and squared lengths of a mean microbatch in a component on one replica; None if costs are fixed.
 
         Args:
-            last: True for the chain that ends in the loss: the load is that of the replica with the most tokens, as in
-                `drawn_loads`. Else it is that of any replica.
+            last: True for the chain that ends in the loss: the replica is the one with the most tokens in a step. Else any.
         """
         samples = setting.samples_of(degrees)
         if self.workload is None:
@@ -179,7 +178,7 @@ class ChainPrices:
         return self._drawn[key]
 
     def priced(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> PricedChain:
-        """Return the prices of a chain's layers for one of its replicas, computed once for each load and sharding."""
+        """Return seconds and bytes of a chain's layers on one rank of a replica, cached for each sharding and microbatch size."""
         key = self._key(chain, degrees, setting)
         if key not in self._priced:
             self.price(chain, [(degrees, setting)])
@@ -198,7 +197,7 @@ class ChainPrices:
                 self._priced[key] = priced
 
     def loads_of(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> Loads:
-        """Return the mean and the largest load of each component of a chain."""
+        """Return component -> (mean, heaviest) microbatch on one replica of a chain, as rows and squared lengths."""
         last = self.graph.loss_component in chain.components
         return {
             name: (
@@ -301,5 +300,5 @@ class Problem:
         )
 
     def memory_bytes(self, num_ranks: int) -> int:
-        """Return the memory in bytes of one rank. On one machine, processes beyond its cores also divide its memory."""
+        """Return a rank's memory in bytes: a device's, or, for more ranks than devices, that of all devices over `num_ranks`."""
         return self.cluster.device.memory_bytes * self.num_devices // max(self.num_devices, num_ranks)

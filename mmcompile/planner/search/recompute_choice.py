@@ -48,12 +48,12 @@ Modes = tuple[Recompute | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChoices:
-    """Possible variants of the layers of one stage."""
+    """Recomputation modes to choose from for each layer of one stage, with a layer's seconds and bytes in each mode."""
 
     mixed: StageWays
-    """Variants of each layer when at least one layer of the stage recomputes."""
+    """Possible modes of each layer, with its seconds and bytes, when at least one layer of the stage recomputes."""
     kept: StageWays
-    """The one variant of each layer when no layer of the stage recomputes; it may hold less than the same mode in `mixed`."""
+    """Seconds and bytes of each layer when none recomputes; the bytes may be fewer than those of mode "none" in `mixed`."""
     limit_bytes: int
     """Most bytes that the stage's layers may hold."""
 
@@ -86,9 +86,10 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Modes of each choice as counts, [points, columns].
+    """Number of layers in each mode, one row for each choice, [points, columns].
 
-    A stage has one column that is 1 if none of its layers recomputes, else 0. The next ones count its layers by kind and variant.
+    A stage has one column that is 1 if none of its layers recomputes, else 0, and then columns for each set of equal layers, one
+    for each mode: [0, 1, 0, 2] if one of 3 equal layers is in the first of three modes and two are in the third.
     """
 
     @classmethod
@@ -140,7 +141,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Yield the Pareto front of choices in which no layer needs over `working` bytes while it runs; nothing if there are none."""
+    # The front of modes with which each layer needs at most `working` bytes while it runs, if there are such modes for all.
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -189,7 +190,7 @@ _ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
 
 
 def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
-    """Return the recomputation mode of each layer of a stage, from `picks`, the stage's columns in a row of `_Front.picks`."""
+    """Return the recomputation mode of each layer of a stage, from the stage's numbers of layers in each mode (`picks`)."""
     if picks[0]:
         return tuple(ways[0].mode for ways in stage.kept)
     modes: list[Recompute | None] = [None] * len(stage.mixed)

@@ -57,7 +57,7 @@ class Setting:
     recompute: Recompute = "none"
 
     def samples_of(self, degrees: Degrees) -> float:
-        """Return the samples of a microbatch on one replica of a chain: those of all the last chain's replicas, shared evenly."""
+        """Return the samples of a microbatch on one replica of a chain: 2 on each of 4 last-chain replicas -> 4 on each of 2."""
         return self.samples * self.dp / degrees.dp
 
 

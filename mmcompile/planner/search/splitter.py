@@ -97,11 +97,10 @@ class Splitter:
 def _scheduled(
     layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
-    """Return layers, memory limit and number of microbatches for `partition`, which only computes memory under 1F1B.
+    """Return layers, memory limit and number of microbatches with which `partition` splits a chain under the setting's schedule.
 
-    The layers' bytes are changed so that its result is the memory under the setting's schedule. `flights` is the most
-    microbatches in flight under 1F1B. Every stage needs the least working bytes of any layer; they are subtracted from each layer
-    and from the limit.
+    As `partition` assumes 1F1B, the layers' bytes are changed so that its sums give the memory under the schedule. `flights` is
+    the most microbatches in flight under 1F1B. The least working bytes (held while a layer runs) are subtracted everywhere.
     """
     if memory_bytes is None:
         return layers, None, flights

@@ -95,7 +95,7 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Choices of a baseline before layers are assigned: setting, one tp for all chains, and how many stages fill the devices."""
+    """Choices of a baseline before layers are assigned: microbatches, replicas, one tp for all chains, number of stages."""
 
     lines: Lines
     setting: Setting
@@ -213,9 +213,8 @@ def _frames(problem: Problem) -> Iterator[Frame]:
 def _replicas(problem: Problem) -> Iterator[Frame]:
     """Yield the frames (setting, tensor-parallel degree, number of stages) that the baseline `fsdp` tries.
 
-    Each degree is tried with the most replicas that can share the batch equally, even beyond the search space. The number of
-    microbatches is one that the search space allows. If none of these divides a replica's share of the batch, all divisors are
-    tried.
+    Each degree is tried with the most replicas that can share the batch equally, even beyond the search space. Numbers of
+    microbatches are those of the search space that divide a replica's samples, or all divisors of that number if none does.
     """
     batch = problem.global_batch
     if batch is None:

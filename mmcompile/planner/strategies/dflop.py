@@ -50,7 +50,10 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
 
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Yield for each setting the 8 fastest configurations, by DFLOP's estimate, that use all devices and fit its memory model."""
+    """Yield the 8 fastest configurations, by DFLOP's estimate, for each choice of microbatches, replicas and recomputation.
+
+    All use every device and fit DFLOP's memory model.
+    """
     combos, devices, limit = Combinations(problem=problem), problem.num_devices, problem.memory_bytes(1)
     known: dict[tuple[object, ...], Array] = {}
 

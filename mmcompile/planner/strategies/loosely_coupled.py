@@ -1,4 +1,4 @@
-"""`loosely-coupled`: for every stage count of the language model, encoders in the fewest stages no slower than its slowest.
+"""`loosely-coupled`: for every number of language-model stages, encoders in the fewest stages as fast as the slowest of these.
 
 The paper takes degrees from the user; here replicas, microbatches and recomputation are tried too, with one tensor-parallel
 degree for all chains. The fastest by an estimate are handed to the simulator, which chooses as in the paper.
@@ -66,9 +66,9 @@ def _frames(combos: Combinations) -> Iterator[tuple[float, tuple[ChainSet, Setti
 
 
 def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: Degrees) -> Iterator[Combination]:
-    """Yield a combination, with a guess of its step time, for each stage count that the last chain can have.
+    """Yield a combination of stage counts, with a guess of a step's seconds, for each stage count that the last chain can have.
 
-    Its stage counts of the encoders are provisional; `_drafted` replaces them.
+    Encoders have 1 stage each as a placeholder; `_drafted` replaces it.
     """
     problem, last = combos.problem, chains.chains[-1]
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
