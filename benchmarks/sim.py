@@ -12,34 +12,38 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from measured_prediction import MeasuredStep, TrainedParameters, predict_measured
-from torch import nn
+sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 
-from mmcompile import api
-from mmcompile.config import ProjectorPlacement
-from mmcompile.costmodel.calibration import Calibration, RuntimeCosts
-from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerTimes
-from mmcompile.costmodel.load import Load
-from mmcompile.data.collate import Sample, collate
-from mmcompile.ir.graph import ModelGraph, torch_dtype
-from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.ir.tensor_spec import TensorSpec
-from mmcompile.passes.cost.cost import Cost
-from mmcompile.passes.layer_kinds import layer_kinds
-from mmcompile.passes.pipeline import analyse
-from mmcompile.planner.plan.placement import Placement
-from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.plan.plan_record import Link
-from mmcompile.planner.schedule.measured import LinkMessages
-from mmcompile.profile import profile
-from mmcompile.runtime.runtime_probe import probe_runtime
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from measured_prediction import MeasuredStep, TrainedParameters, predict_measured  # noqa: E402
+from torch import nn  # noqa: E402
+
+from mmcompile import api  # noqa: E402
+from mmcompile.config import ProjectorPlacement  # noqa: E402
+from mmcompile.costmodel.calibration import Calibration, RuntimeCosts  # noqa: E402
+from mmcompile.costmodel.cluster import Cluster  # noqa: E402
+from mmcompile.costmodel.compute import LayerTimes  # noqa: E402
+from mmcompile.costmodel.load import Load  # noqa: E402
+from mmcompile.data.collate import Sample, collate  # noqa: E402
+from mmcompile.ir.graph import ModelGraph, torch_dtype  # noqa: E402
+from mmcompile.ir.sample_inputs import example_batch  # noqa: E402
+from mmcompile.ir.tensor_spec import TensorSpec  # noqa: E402
+from mmcompile.passes.cost.cost import Cost  # noqa: E402
+from mmcompile.passes.layer_kinds import layer_kinds  # noqa: E402
+from mmcompile.passes.pipeline import analyse  # noqa: E402
+from mmcompile.planner.plan.placement import Placement  # noqa: E402
+from mmcompile.planner.plan.plan import Plan  # noqa: E402
+from mmcompile.planner.plan.plan_record import Link  # noqa: E402
+from mmcompile.planner.schedule.measured import LinkMessages  # noqa: E402
+from mmcompile.profile import profile  # noqa: E402
+from mmcompile.runtime.runtime_probe import probe_runtime  # noqa: E402
 
 LIMIT = 0.10
 WARM_UP = 3

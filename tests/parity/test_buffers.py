@@ -115,9 +115,12 @@ def test_statistics_are_not_changed_twice_by_recomputation() -> None:
 def test_statistics_in_eval_mode_do_not_change() -> None:
     mine = model()
     mine.vision.norm.eval()
-    kept = mine.vision.norm.running_mean.clone()
+    kept = mine.vision.norm.running_mean
+    assert kept is not None
+    kept = kept.clone()
     with time_limit(200), mm.parallelize(mine, PAIRS[0], num_microbatches=2, optimizer=SGD) as engine:
         engine.step(SAMPLES)
         engine.pull()
-    assert torch.equal(mine.vision.norm.running_mean, kept)
+    now = mine.vision.norm.running_mean
+    assert now is not None and torch.equal(now, kept)
     assert mine.vision.calls == 2
