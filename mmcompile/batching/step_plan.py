@@ -60,7 +60,7 @@ class MicrobatchPlan:
     slot: int = 0
     """Position of the forward among the microbatches of its replica."""
     lag: int = 0
-    """Number of microbatches by which language model and backward are later than the forward: they compute in slot + lag."""
+    """Slots by which the language model, and all backwards, compute the samples later than the encoders' forwards do."""
     number: int = 0
     """Number of the microbatch in a schedule's actions, unique in its replica: slot + lag * (microbatches of a replica)."""
     readers: dict[int, tuple[str, ...]] = field(default_factory=dict)

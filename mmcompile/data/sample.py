@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleShape:
-    """Amount of each modality in a sample."""
+    """Size of a sample: patches of each image, frames of each audio clip, number of text tokens."""
 
     name: str
     """Name of the sample in reports: a file, a line, an id."""

@@ -171,7 +171,10 @@ def _check(call: fx.Node) -> None:
 
 
 def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
-    """Return the values of a call's layer from which its queries or keys are computed, through at most `_LEVELS` projections."""
+    """Return the nodes from which `node`, the queries or keys of an attention call, is computed.
+
+    Nodes of other layers than the call's are left out, and at most `_LEVELS` projections are followed backwards.
+    """
     level, found = {node}, set()
     for _ in range(_LEVELS + 1):
         parts = [_until_projections(start, call) for start in level]

@@ -43,7 +43,7 @@ class Workload:
     stats: DatasetStats | None = None
     _rows: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
     _ascending: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
-    """Component -> rows and squared lengths of the dataset's samples, each array sorted ascending on its own."""
+    """Component -> rows (tokens, patches) and sums of squared sequence lengths of each sample, both arrays sorted ascending."""
     _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

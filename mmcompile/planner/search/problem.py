@@ -224,7 +224,7 @@ class Problem:
     space: SearchSpace
     fingerprint: Fingerprint
     sets: tuple[ChainSet, ...] = ()
-    """Possible chain sets: partitions of the components into chains."""
+    """Alternatives to search: each groups the components into chains (components whose layers form one line of stages)."""
     global_batch: int | None = None
     """Number of samples of a step; None: the captured batch is one microbatch."""
     stages: Mapping[str, int] = field(default_factory=dict)

@@ -69,11 +69,13 @@ class Fence:
         ...
         fence.cut()     # by any thread, at any time, several times
 
-    Sockets opened before `around` are never touched, nor connections to servers that listened before.
+    `around` records the sockets that this process opens while the context is active. Older sockets are never shut down, nor are
+    connections that others make to listening sockets older than the context.
 
     Args:
+        mine: predicate that is true for sockets of the group: `of_gloo`, or `of_store` with the port of the store.
         num_ranks: number of ranks in the gloo group; 0 for a store. A rank that waits for a peer to connect has no socket to
-            shut down yet; a cut connects in the peer's place, which takes one connection a rank.
+            shut down yet. `cut` makes such a rank fail by connecting to it itself, once for each rank of the group.
     """
 
     def __init__(self, mine: Mine, *, num_ranks: int = 0) -> None:

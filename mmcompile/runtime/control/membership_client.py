@@ -148,7 +148,11 @@ class MembershipClient:
         self._ask(message, lambda: self._released is not None and self._released.success)
 
     def fault(self, error: str) -> None:
-        """Report a failed message to or from another worker, and raise Superseded once the coordinator has explained it."""
+        """Report that a message to or from another worker failed, and block until the coordinator answers.
+
+        Raises:
+            Superseded: the coordinator replaces this generation of workers by another one.
+        """
         self._ask(msg.Fault(generation=self._number, worker=self.index, error=error), lambda: False)
 
     def abort(self, reason: str) -> None:
