@@ -44,7 +44,7 @@ class Explanation:
     limit_bytes: int
     """Memory limit of one rank, which all stages on the rank share."""
     rank_bytes: int
-    """Peak bytes of all stages of the rank together."""
+    """Sum of the peak bytes of all stages on the rank that runs the explained stage."""
     in_flight: int
     saved_bytes: int
     """Bytes of one microbatch's activations."""

@@ -61,9 +61,11 @@ class Costs:
     def of(
         self, first: int, times: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return three arrays [n, guesses] of costs in ps times `scale`: of stages before, as, and behind the slowest stage.
+        """Return what each of n stages adds to the time of a step, in picoseconds times `scale`: three arrays [n, guesses].
 
-        Entry [k, g] is for the stage of layers `first` to `first + k` (included), if the time of the slowest stage is in range g.
+        The first array is for stages in front of the pipeline's slowest stage, the second for stages that are the slowest, the
+        third for stages behind it. Entry [k, g] is of the stage of layers `first` to `first + k` (included), if the time of
+        the slowest stage is in range g.
 
         Args:
             first: first layer of all n stages.
