@@ -5,11 +5,32 @@ The only code about particular models: test data for a compiler that has none.
 
 from __future__ import annotations
 
-from zoo import audio, contrastive, encoder_decoder, hand_written, llava_like, qwen_like, tiled
+from zoo import (
+    audio,
+    contrastive,
+    encoder_decoder,
+    hand_written,
+    llava_like,
+    mixture_of_experts,
+    packed_vision,
+    qwen_like,
+    tiled,
+    video,
+)
 from zoo.family import Batch, Draw, Family, Size, pad_last_row
 from zoo.samples import PARITY_FAMILIES, samples
 
-_TRANSFORMERS = (llava_like, qwen_like, tiled, encoder_decoder, audio, contrastive)
+_TRANSFORMERS = (
+    llava_like,
+    qwen_like,
+    packed_vision,
+    tiled,
+    mixture_of_experts,
+    video,
+    encoder_decoder,
+    audio,
+    contrastive,
+)
 
 FAMILIES: dict[str, Family] = {family.name: family for module in _TRANSFORMERS for family in module.FAMILIES}
 """Multimodal families of transformers, by name."""

@@ -50,7 +50,7 @@ QWEN_TOWER: dict[str, Any] = {
 WINDOWED_TOWER: dict[str, Any] = {**QWEN_TOWER, "patch_size": 14, "fullatt_block_indexes": [1, 3], "window_size": 56}
 
 
-def _packed(patch: int, *, frames: int = 2, token_types: bool = True) -> Callable[[Draw, Size], Batch]:
+def packed(patch: int, *, frames: int = 2, token_types: bool = True) -> Callable[[Draw, Size], Batch]:
     """Inputs with 8 x 8 patches of `frames` x `patch` x `patch` pixels a picture, merged 2 x 2 into 16 placeholders."""
 
     def inputs(draw: Draw, size: Size) -> Batch:
@@ -67,12 +67,13 @@ def _packed(patch: int, *, frames: int = 2, token_types: bool = True) -> Callabl
     return inputs
 
 
-def _family(
+def packed_family(
     name: str,
     class_name: str,
     make: Callable[[], PretrainedConfig],
     inputs: Callable[[Draw, Size], Batch],
 ) -> Family:
+    """A family of one picture of 16 placeholders a row, two in the second batch, none in text."""
     return Family(
         name=name,
         model=Pretrained(class_name=class_name, config=make),
@@ -157,7 +158,7 @@ def _video_llama_3_config() -> PretrainedConfig:
 
 
 def _video_llama_3_inputs(draw: Draw, size: Size) -> Batch:
-    batch = _packed(14, frames=1, token_types=False)(draw, size)
+    batch = packed(14, frames=1, token_types=False)(draw, size)
     if size.media:
         batch["image_merge_sizes"] = torch.full((size.samples * size.media,), _MERGE)
     return batch
@@ -174,20 +175,21 @@ def _kimi_k25_config() -> PretrainedConfig:
 
 
 def _kimi_k25_inputs(draw: Draw, size: Size) -> Batch:
-    batch = _packed(14, frames=1, token_types=False)(draw, size)
+    batch = packed(14, frames=1, token_types=False)(draw, size)
     if size.media:
         batch["pixel_values"] = batch["pixel_values"].view(-1, 3, 14, 14)
     return batch
 
 
-def _pixtral_tower() -> PretrainedConfig:
+def pixtral_tower() -> PretrainedConfig:
+    """A Pixtral tower over 8 x 8 patches."""
     return config("pixtral", **TOWER, head_dim=16, image_size=112, patch_size=14)
 
 
 def _pixtral_config() -> PretrainedConfig:
     return config(
         "llava",
-        vision_config=_pixtral_tower(),
+        vision_config=pixtral_tower(),
         text_config=text_config("mistral", head_dim=16, sliding_window=None),
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -198,7 +200,7 @@ def _pixtral_config() -> PretrainedConfig:
 def _mistral3_config() -> PretrainedConfig:
     return config(
         "mistral3",
-        vision_config=_pixtral_tower(),
+        vision_config=pixtral_tower(),
         text_config=text_config("mistral", head_dim=16, sliding_window=None),
         spatial_merge_size=_MERGE,
         vision_feature_layer=-1,
@@ -206,7 +208,7 @@ def _mistral3_config() -> PretrainedConfig:
     )
 
 
-def _sized(tokens: int) -> Callable[[Draw, Size], Batch]:
+def sized(tokens: int) -> Callable[[Draw, Size], Batch]:
     """Inputs whose pictures come whole, each with its height and width in pixels."""
 
     def inputs(draw: Draw, size: Size) -> Batch:
@@ -221,18 +223,18 @@ def _sized(tokens: int) -> Callable[[Draw, Size], Batch]:
 
 
 FAMILIES = (
-    _family("qwen2_vl", "Qwen2VLForConditionalGeneration", _qwen2_vl_config, _packed(14)),
-    _family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl_config, _packed(14)),
-    _family("qwen3_vl", "Qwen3VLForConditionalGeneration", _qwen3_vl_config, _packed(16)),
-    _family("qwen3_5", "Qwen3_5ForConditionalGeneration", _qwen3_5_config, _packed(16)),
-    _family("glm4v", "Glm4vForConditionalGeneration", _glm4v_config, _packed(14)),
-    _family("video_llama_3", "VideoLlama3ForConditionalGeneration", _video_llama_3_config, _video_llama_3_inputs),
-    _family("kimi_k25", "Kimi_K25ForConditionalGeneration", _kimi_k25_config, _kimi_k25_inputs),
-    _family("mistral3", "Mistral3ForConditionalGeneration", _mistral3_config, _sized(_TOKENS)),
+    packed_family("qwen2_vl", "Qwen2VLForConditionalGeneration", _qwen2_vl_config, packed(14)),
+    packed_family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl_config, packed(14)),
+    packed_family("qwen3_vl", "Qwen3VLForConditionalGeneration", _qwen3_vl_config, packed(16)),
+    packed_family("qwen3_5", "Qwen3_5ForConditionalGeneration", _qwen3_5_config, packed(16)),
+    packed_family("glm4v", "Glm4vForConditionalGeneration", _glm4v_config, packed(14)),
+    packed_family("video_llama_3", "VideoLlama3ForConditionalGeneration", _video_llama_3_config, _video_llama_3_inputs),
+    packed_family("kimi_k25", "Kimi_K25ForConditionalGeneration", _kimi_k25_config, _kimi_k25_inputs),
+    packed_family("mistral3", "Mistral3ForConditionalGeneration", _mistral3_config, sized(_TOKENS)),
     Family(
         name="pixtral",
         model=Pretrained(class_name="LlavaForConditionalGeneration", config=_pixtral_config),
-        inputs=_sized(_PATCHES_A_SIDE**2),
+        inputs=sized(_PATCHES_A_SIDE**2),
         first=Size(samples=2, length=80, media=1),
         second=Size(samples=3, length=150, media=2),
         text_only=True,
