@@ -11,10 +11,12 @@ from zoo import (
     encoder_decoder,
     hand_written,
     llava_like,
+    many_modalities,
     mixture_of_experts,
     packed_vision,
     qwen_like,
     tiled,
+    unusual_towers,
     video,
 )
 from zoo.family import Batch, Draw, Family, Size, pad_last_row
@@ -27,8 +29,10 @@ _TRANSFORMERS = (
     tiled,
     mixture_of_experts,
     video,
+    unusual_towers,
     encoder_decoder,
     audio,
+    many_modalities,
     contrastive,
 )
 

@@ -30,7 +30,7 @@ from zoo.parts import (
 )
 from zoo.qwen_like import MROPE, WINDOWED_TOWER
 
-_MELS = 16
+MELS = 16
 _FRAMES = 80
 
 
@@ -41,7 +41,7 @@ def _clips(tokens: int, *, mask: str | None) -> Callable[[Draw, Size], Batch]:
         batch = conversation(draw, size, [(AUDIO, tokens)] * size.media)
         clips = size.samples * size.media
         if clips:
-            batch["input_features"] = draw.normal(clips, _MELS, _FRAMES)
+            batch["input_features"] = draw.normal(clips, MELS, _FRAMES)
             if mask is not None:
                 batch[mask] = ones(clips, _FRAMES)
         return batch
@@ -71,7 +71,7 @@ def _qwen2_audio_config() -> PretrainedConfig:
             encoder_layers=4,
             encoder_attention_heads=4,
             encoder_ffn_dim=128,
-            num_mel_bins=_MELS,
+            num_mel_bins=MELS,
             max_source_positions=_FRAMES // 2,
         ),
         text_config=text_config("qwen2"),
@@ -83,7 +83,7 @@ def _qwen2_audio_config() -> PretrainedConfig:
 def _voxtral_config() -> PretrainedConfig:
     return config(
         "voxtral",
-        audio_config=dict(TOWER, intermediate_size=256, num_mel_bins=_MELS, max_source_positions=_FRAMES // 2),
+        audio_config=dict(TOWER, intermediate_size=256, num_mel_bins=MELS, max_source_positions=_FRAMES // 2),
         text_config=text_config(),
         audio_token_id=AUDIO,
         hidden_size=64,
@@ -93,7 +93,7 @@ def _voxtral_config() -> PretrainedConfig:
 def _audioflamingo3_config() -> PretrainedConfig:
     return config(
         "audioflamingo3",
-        audio_config=dict(TOWER, num_mel_bins=_MELS, max_source_positions=_FRAMES // 2),
+        audio_config=dict(TOWER, num_mel_bins=MELS, max_source_positions=_FRAMES // 2),
         text_config=text_config("qwen2"),
         audio_token_id=AUDIO,
     )
@@ -107,7 +107,7 @@ def _glmasr_config() -> PretrainedConfig:
             intermediate_size=256,
             num_key_value_heads=4,
             head_dim=16,
-            num_mel_bins=_MELS,
+            num_mel_bins=MELS,
             max_position_embeddings=64,
         ),
         text_config=text_config(),
@@ -160,7 +160,7 @@ def _phi4_multimodal_config() -> PretrainedConfig:
             num_attention_heads=4,
             ext_pw_out_channel=64,
             depthwise_separable_out_channel=64,
-            input_size=_MELS,
+            input_size=MELS,
             nemo_conv_channels=64,
             nemo_final_size=2,
             audio_token_id=AUDIO,
@@ -179,7 +179,7 @@ def _phi4_multimodal_inputs(draw: Draw, size: Size) -> Batch:
     batch["image_pixel_values"] = draw.normal(rows, 2, 3, 56, 56)
     batch["image_sizes"] = repeat_rows([56, 56], rows)
     batch["image_attention_mask"] = torch.ones(rows, 2, 4, 4)
-    batch["audio_input_features"] = draw.normal(rows, _FRAMES, _MELS)
+    batch["audio_input_features"] = draw.normal(rows, _FRAMES, MELS)
     batch["audio_embed_sizes"] = torch.full((rows,), 10)
     batch["audio_attention_mask"] = torch.ones(rows, _FRAMES, dtype=torch.bool)
     return batch
@@ -194,7 +194,7 @@ def _qwen2_5_omni_config() -> PretrainedConfig:
             encoder_layers=2,
             encoder_attention_heads=4,
             encoder_ffn_dim=128,
-            num_mel_bins=_MELS,
+            num_mel_bins=MELS,
             max_source_positions=64,
             n_window=20,
             output_dim=64,
@@ -213,34 +213,38 @@ def _qwen2_5_omni_config() -> PretrainedConfig:
     )
 
 
-def _qwen2_5_omni_inputs(draw: Draw, size: Size) -> Batch:
-    """`media` pairs of one picture (8 x 8 patches, 16 tokens) and one clip (80 frames, 20 tokens) a row."""
-    batch = conversation(draw, size, [(IMAGE, 16), (AUDIO, 20)] * size.media, start=4)
-    for pair in range(size.media):
-        picture = 4 + pair * (16 + 3 + 20 + 3)
-        marks = {
-            picture - 1: VISION_START,
-            picture + 16: VISION_END,
-            picture + 18: AUDIO_START,
-            picture + 39: AUDIO_END,
-        }
-        for position, token in marks.items():
-            batch["input_ids"][:, position] = token
-            batch["labels"][:, position] = IGNORE
-    media = size.samples * size.media
-    if media:
-        batch["pixel_values"] = draw.normal(media * 64, 3 * 2 * 14 * 14)
-        batch["image_grid_thw"] = repeat_rows([1, 8, 8], media)
-        batch["input_features"] = draw.normal(media, _MELS, _FRAMES)
-        batch["feature_attention_mask"] = ones(media, _FRAMES)
-    return batch
+def picture_clip_pairs(patch: int, *, clip_tokens: int, frames: int) -> Callable[[Draw, Size], Batch]:
+    """Inputs with `media` pairs of one picture (8 x 8 patches, 16 tokens) and one clip of `frames` frames a row."""
+
+    def inputs(draw: Draw, size: Size) -> Batch:
+        batch = conversation(draw, size, [(IMAGE, 16), (AUDIO, clip_tokens)] * size.media, start=4)
+        for pair in range(size.media):
+            picture = 4 + pair * (16 + 3 + clip_tokens + 3)
+            marks = {
+                picture - 1: VISION_START,
+                picture + 16: VISION_END,
+                picture + 18: AUDIO_START,
+                picture + 19 + clip_tokens: AUDIO_END,
+            }
+            for position, token in marks.items():
+                batch["input_ids"][:, position] = token
+                batch["labels"][:, position] = IGNORE
+        media = size.samples * size.media
+        if media:
+            batch["pixel_values"] = draw.normal(media * 64, 3 * 2 * patch * patch)
+            batch["image_grid_thw"] = repeat_rows([1, 8, 8], media)
+            batch["input_features"] = draw.normal(media, MELS, frames)
+            batch["feature_attention_mask"] = ones(media, frames)
+        return batch
+
+    return inputs
 
 
 def _whisper_config() -> PretrainedConfig:
     return config(
         "whisper",
         vocab_size=VOCABULARY,
-        num_mel_bins=_MELS,
+        num_mel_bins=MELS,
         encoder_layers=2,
         decoder_layers=2,
         encoder_attention_heads=4,
@@ -259,7 +263,7 @@ def _whisper_config() -> PretrainedConfig:
 
 def _whisper_inputs(draw: Draw, size: Size) -> Batch:
     return {
-        "input_features": draw.normal(size.samples, _MELS, _FRAMES),
+        "input_features": draw.normal(size.samples, MELS, _FRAMES),
         "labels": draw.tokens(size.samples, size.length),
     }
 
@@ -298,7 +302,7 @@ FAMILIES = (
     Family(
         name="qwen2_5_omni",
         model=Pretrained(class_name="Qwen2_5OmniThinkerForConditionalGeneration", config=_qwen2_5_omni_config),
-        inputs=_qwen2_5_omni_inputs,
+        inputs=picture_clip_pairs(14, clip_tokens=20, frames=_FRAMES),
         first=Size(samples=2, length=60, media=1),
         second=Size(samples=3, length=100, media=2),
         text_only=True,

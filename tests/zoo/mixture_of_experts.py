@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from zoo.family import Batch, Draw, Family, Size
 from zoo.llava_like import one_block
 from zoo.packed_vision import DEEPSTACK_TOWER, GLM_TOKENS, INTERLEAVED_ROPE
-from zoo.parts import IMAGE, TEXT, VISION, Pretrained, config, ones
+from zoo.parts import (
+    IMAGE,
+    TEXT,
+    TOWER,
+    VISION,
+    Pretrained,
+    config,
+    conversation,
+    ones,
+)
 from zoo.qwen_like import MROPE, QWEN_TOWER, VISION_TOKENS, packed, packed_family
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -106,6 +116,75 @@ def _ernie4_5_vl_moe_inputs(draw: Draw, size: Size) -> Batch:
     return batch
 
 
+def _glm5_next_config() -> PretrainedConfig:
+    """Linear attention, then latent attention over the tokens an indexer picks; four residual streams."""
+    return config(
+        "glm5_next",
+        vision_config=dict(QWEN_TOWER, patch_size=14, image_size=112, projection_intermediate_size=128),
+        text_config=dict(
+            TEXT,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            kv_lora_rank=16,
+            q_lora_rank=32,
+            v_head_dim=16,
+            qk_nope_head_dim=16,
+            index_topk=16,
+            index_kpool=4,
+            index_head_dim=16,
+            index_n_heads=2,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            hc_sinkhorn_iters=3,
+        ),
+        **GLM_TOKENS,
+    )
+
+
+def _deepseek_ocr2_config() -> PretrainedConfig:
+    return config(
+        "deepseek_ocr2",
+        vision_config=dict(
+            sam_config=dict(
+                hidden_size=32,
+                output_channels=16,
+                downsample_channels=[32, 64],
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=64,
+                patch_size=4,
+                window_size=4,
+                global_attn_indexes=[1],
+                mlp_dim=64,
+            ),
+            encoder_config=dict(TOWER, num_key_value_heads=2),
+        ),
+        text_config=dict(
+            TEXT,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        ),
+        image_token_id=IMAGE,
+    )
+
+
+def _deepseek_ocr2_inputs(draw: Draw, size: Size) -> Batch:
+    """Pictures as a whole and in two tiles, 144 queries each, and a separator."""
+    batch = conversation(draw, size, [(IMAGE, 3 * 144 + 1)] * size.media)
+    pictures = size.samples * size.media
+    if pictures:
+        batch["pixel_values"] = draw.normal(pictures, 3, 64, 64)
+        batch["pixel_values_local"] = draw.normal(pictures * 2, 3, 48, 48)
+        batch["num_local_patches"] = torch.full((pictures,), 2)
+    return batch
+
+
 FAMILIES = (
     Family(
         name="aria",
@@ -126,5 +205,14 @@ FAMILIES = (
         "Ernie4_5_VLMoeForConditionalGeneration",
         _ernie4_5_vl_moe_config,
         _ernie4_5_vl_moe_inputs,
+    ),
+    packed_family("glm5_next", "Glm5NextForConditionalGeneration", _glm5_next_config, packed(14)),
+    Family(
+        name="deepseek_ocr2",
+        model=Pretrained(class_name="DeepseekOcr2ForConditionalGeneration", config=_deepseek_ocr2_config),
+        inputs=_deepseek_ocr2_inputs,
+        first=Size(samples=2, length=450),
+        second=Size(samples=3, length=460),
+        text_only=True,
     ),
 )
