@@ -98,7 +98,12 @@ def _apertus1p5_config() -> PretrainedConfig:
             codebook_size=_CODES,
             codebook_dim=16,
         ),
-        text_config=dict(TEXT, vocab_size=_FIRST_SOUND_CODE + _CODES, output_vocab_size=_FIRST_PICTURE_CODE),
+        text_config=dict(
+            TEXT,
+            vocab_size=_FIRST_SOUND_CODE + _CODES,
+            output_vocab_size=_FIRST_PICTURE_CODE,
+            max_position_embeddings=16384,
+        ),
         image_token_id=IMAGE,
         audio_token_id=AUDIO,
         image_token_offset=_FIRST_PICTURE_CODE,
