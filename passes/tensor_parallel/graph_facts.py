@@ -12,7 +12,9 @@ from mmcompile.ir.graph import ModelGraph, info, reached
 from mmcompile.ir.nodes import token_loss
 from mmcompile.passes.cost.op_flops import keys_and_values
 from mmcompile.passes.gradient_flow import trainable_names
-from mmcompile.passes.values import op_name, shape
+from mmcompile.passes.values import aten_ops, op_name, shape
+
+_CASTS = aten_ops("to _to_copy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +43,15 @@ def projection(node: fx.Node) -> Projection | None:
     return None
 
 
+def uncast(node: fx.Node) -> fx.Node:
+    """Return the node whose value `node` has in another dtype, as autocast's casts of weights; `node` if it is no cast."""
+    while node.op == "call_function" and op_name(node) in _CASTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def _projection(source: object, weight: object, bias: object, output_dim: int) -> Projection | None:
-    if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+    if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node) or uncast(weight).op != "get_attr":
         return None
     if len(shape(weight)) != 2 or isinstance(bias, fx.Node) and len(shape(bias)) != 1:
         return None
@@ -62,6 +71,8 @@ class GraphFacts:
     """Name or alias of a parameter -> the parameter's first name."""
     readers: Mapping[str, Sequence[tuple[fx.Node, fx.Node]]] = field(init=False)
     """First name of a parameter -> pairs (node that reads it, the `get_attr` node through which it is read)."""
+    uses: Mapping[str, Sequence[tuple[fx.Node, fx.Node]]] = field(init=False)
+    """Same pairs as `readers`, but the readers of a cast of the parameter, each with the cast, in place of the cast."""
     losses: Sequence[fx.Node] = field(init=False)
     """Nodes of the graph that compute the token loss from logits."""
     _trainable: Mapping[str, str] = field(init=False)
@@ -75,6 +86,7 @@ class GraphFacts:
             if node.op == "get_attr" and node.target in self.parameters:
                 readers[self.parameters[str(node.target)]] += [(user, node) for user in node.users]
         self.readers = dict(readers)
+        self.uses = {name: [use for pair in pairs for use in _uses(*pair)] for name, pairs in readers.items()}
         self.losses = [node for node in self.graph.calls if node.target is token_loss]
 
     def carries(self, node: fx.Node) -> bool:
@@ -84,8 +96,17 @@ class GraphFacts:
         return node.op == "call_function" and info(node).carries_gradient
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Return whether a node is the `get_attr` node of a parameter."""
-        return node.op == "get_attr" and node.target in self.parameters
+        """Return whether a node is the `get_attr` node of a parameter, or a cast of one."""
+        return uncast(node).op == "get_attr" and uncast(node).target in self.parameters
+
+    def name_of(self, node: fx.Node) -> str:
+        """Return the first name of the parameter that a node reads or casts."""
+        return self.parameters[str(uncast(node).target)]
+
+
+def _uses(reader: fx.Node, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    cast = reader.op == "call_function" and op_name(reader) in _CASTS
+    return [use for user in reader.users for use in _uses(user, reader)] if cast else [(reader, source)]
 
 
 @dataclass(kw_only=True, slots=True)

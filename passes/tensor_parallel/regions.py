@@ -172,11 +172,11 @@ def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> 
     wanted: dict[str, TensorShard] = {}
     weights = {pair: shard for sharding in found.values() for pair, shard in sharding.weights().items()}
     for (_, parameter), shard in weights.items():
-        name = facts.parameters[str(parameter.target)]
+        name = facts.name_of(parameter)
         if wanted.setdefault(name, shard) != shard:
             return name, f"{name} is read in several places, which would shard it differently"
     for name in wanted:
-        for node, source in facts.readers[name]:
+        for node, source in facts.uses[name]:
             if (node, source) not in weights:
                 where = layer_text(node) if node.op == "call_function" else "the result"
                 return name, f"{name} is also read by {node.name} = {op_name(node)} in {where}, which stays whole"
@@ -185,7 +185,7 @@ def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> 
 
 def _drop(facts: GraphFacts, sharding: ComponentSharding, name: str, reason: str) -> None:
     def reads(parameters: Iterable[fx.Node]) -> bool:
-        return any(facts.parameters[str(parameter.target)] == name for parameter in parameters)
+        return any(facts.name_of(parameter) == name for parameter in parameters)
 
     for region in [region for region in sharding.regions if reads(parameter for _, parameter in region.weights)]:
         sharding.regions.remove(region)

@@ -128,7 +128,7 @@ def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
 def _share(facts: GraphFacts, sharding: ComponentSharding) -> float:
     component = facts.graph.component(sharding.component)
     own = {facts.parameters[name] for layer in component.layers for name in layer.parameters}
-    sharded = {facts.parameters[str(parameter.target)] for _, parameter in sharding.weights()}
+    sharded = {facts.name_of(parameter) for _, parameter in sharding.weights()}
     elements = {name: facts.graph.specs[name].num_elements for name in own}
     total = sum(elements.values())
     return sum(elements[name] for name in own & sharded) / total if total else 0.0

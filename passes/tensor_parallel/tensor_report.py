@@ -48,7 +48,7 @@ def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
 def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
     specs = {spec.name: spec for spec in facts.graph.parameters}
     found: dict[str, str] = {}
-    for name, readers in facts.readers.items():
+    for name, readers in facts.uses.items():
         own = [node for node, _ in readers if node.op == "call_function" and info(node).component == sharding.component]
         if own and len(specs[name].shape) > 2 and any(word in op_name(own[0]) for word in _PRODUCTS):
             found[name] = op_name(own[0])

@@ -14,7 +14,7 @@ from mmcompile.ir.graph import ModelGraph, component_of, describe, info
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.kernels.tensor_parallel.boundary_ops import tp_exit as tp_exit
 from mmcompile.kernels.tensor_parallel.vocabulary import tp_embedding as tp_embedding
-from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, projection
+from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, projection, uncast
 from mmcompile.passes.tensor_parallel.regions import ComponentSharding
 from mmcompile.passes.tensor_parallel.shard_flow import ShardFlow, Shards
 from mmcompile.passes.values import aliased, argument, aten_ops, computed, op_name, set_argument, shape, sizes, tensors
@@ -41,8 +41,9 @@ class ShardRewriter:
     def apply(self, sharding: ComponentSharding) -> None:
         """Rewrite all nodes of one component that `sharding` shards over ranks, token embeddings included."""
         for (_, parameter), shard in sharding.weights().items():
-            self.shards[self.facts.parameters[str(parameter.target)]] = shard
+            self.shards[self.facts.name_of(parameter)] = shard
             _set_local(parameter, shard)
+            _set_local(uncast(parameter), shard)
         for node, shard in sharding.embeddings.items():
             self._embedding(node, shard)
         for region in sharding.regions:

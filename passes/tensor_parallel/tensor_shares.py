@@ -38,7 +38,7 @@ def tensor_shares(
     """
     component = facts.graph.component(sharding.component)
     specs = facts.graph.specs
-    sharded = {facts.parameters[str(parameter.target)] for _, parameter in sharding.weights()}
+    sharded = {facts.name_of(parameter) for _, parameter in sharding.weights()}
     made = []
     for layer in component.layers:
         nodes = facts.layers.get((component.name, layer.index), ())
