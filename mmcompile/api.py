@@ -45,6 +45,7 @@ from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.parameter_patterns import matches
 from mmcompile.passes.base import AnyPass
+from mmcompile.passes.untrained import refuse_untrained
 from mmcompile.planner.plan.constraints import Constraint
 from mmcompile.planner.plan.placement import Placement, check_runnable
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
@@ -133,6 +134,7 @@ def plan(
     calibration: Calibration | str | Path | None = None,
     solver_seconds: float | None = None,
     fault_tolerance: int | None = None,
+    allow_unused: bool = False,
     packing: Sequence[Sample] | None = None,
     passes: Sequence[AnyPass] = (),
     on_phase: Callable[[str, float], None] | None = None,
@@ -255,6 +257,7 @@ def parallelize(
     tensor_parallel: Degrees | None = None,
     replicas: Degrees | None = None,
     fsdp: Components | None = None,
+    allow_unused: bool = False,
     packing: Sequence[Sample] | None = None,
     balance: str | Balancer = Auto.name,
     correct: bool = False,
@@ -273,6 +276,7 @@ def parallelize(
         plan: as made by `plan`; by default it is made here, for `cluster`.
         cluster: as for `plan`, when no plan is given; likewise num_microbatches, stages, projector, schedule, recompute,
             autocast, attention, context_parallel, tensor_parallel, replicas and fsdp.
+        allow_unused: train although some of what is set to train gets no gradient.
         packing: as for `plan`; needed too with a plan for packed samples, which are captured in place of `batch`.
         balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
             (`mmcompile.batching.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest,
@@ -285,6 +289,7 @@ def parallelize(
 
     Raises:
         PlanError: the plan has axes that the engine does not run, or belongs to another model.
+        ConfigError: options that conflict or have no effect; a parameter that is set to train gets no gradient.
     """
     request = _request(locals())
     if plan is not None:
@@ -292,6 +297,8 @@ def parallelize(
         _check_agrees(plan, request, packed=packing is not None)
     subject = CapturedModel.of(model, batch, packing)
     model, batch, captured = subject.model, subject.batch, subject.capture()
+    if not allow_unused:
+        refuse_untrained(captured.graph)
     if plan is None:
         inputs = replace(PlanInputs.read(cluster=cluster, passes=passes), packing=subject.packing)
         plan = make_plan(captured, completed(model, batch), request, inputs, fingerprint_of(captured.graph))

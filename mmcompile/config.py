@@ -214,6 +214,12 @@ class PlanRequest(_Options):
         None, least=1, shown="1; searched with --global-batch and bitfield attention"
     )
     """Ranks that share the tokens of each stage of the language model."""
+    allow_unused: bool = False
+    """Train although parameters that are set to train get no gradient: of layers that the loss does not use, or of encoders for
+    which there is no data.
+
+    Otherwise a plan has a note with their names, and training does not start.
+    """
     constraints: Sequence[str] = _option((), name="constrain", metavar="TEXT", shown="none")
     """together:A,B, apart:A,B, on:A=STAGE, on:A=rankR, memory:SIZE[@WHERE], stages:CHAIN=LOW..HIGH or equal-tp; repeat for
     several."""

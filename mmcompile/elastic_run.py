@@ -25,6 +25,7 @@ from mmcompile.data.collate import Sample
 from mmcompile.data.collate import collate as padded
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.functional import changed_buffers
+from mmcompile.passes.untrained import refuse_untrained
 from mmcompile.planner.plan.by_layers import by_layers
 from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
@@ -122,6 +123,7 @@ def elastic_job(
     pad: Mapping[str, int | float] | None = None,
     collate: Collate | None = None,
     save_every: int | None = None,
+    allow_unused: bool = False,
     on_capture: Callable[[int], None] | None = None,
 ) -> ElasticJob:
     """Return the job that a run's workers share: the model captured layer by layer, for the first steps' batch sizes too.
@@ -141,11 +143,12 @@ def elastic_job(
         reduction: arithmetic of gradient sums (`mmcompile.config.Reduction`).
         balance: balancer, or its name, that assigns the samples of a step to microbatches.
         save_every: number of steps between checkpoints; by default only the end is saved.
+        allow_unused: train although some of what is set to train gets no gradient.
         on_capture: called with the number of captures so far before each.
 
     Raises:
         PlanError: the plan has no templates, or is of another model.
-        ConfigError: too few samples, or options that have no effect together.
+        ConfigError: too few samples, options that have no effect together, or a parameter that is set to train gets no gradient.
     """
     if collate is not None and pad is not None:
         raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
@@ -163,6 +166,8 @@ def elastic_job(
     subject = CapturedModel.of(model, batch)
     captured = subject.capture()
     check_fingerprint(plan, fingerprint_of(captured.graph))
+    if not allow_unused:
+        refuse_untrained(captured.graph)
     if changed := changed_buffers(captured.graph.calls):
         raise ConfigError(
             f"the model changes buffers in its forward ({', '.join(sorted(changed)[:3])}), whose values are lost with a node; "

@@ -22,8 +22,11 @@ from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.passes.gradient_flow import GradientFlow, GradientReport
 from mmcompile.passes.layer_kinds import layer_kinds
+from mmcompile.passes.pipeline import analyse
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
+from mmcompile.passes.untrained import untrained
 from mmcompile.planner.plan.constraints import Constraint, decided_stages, parse_constraint
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Fingerprint, Packing
@@ -159,6 +162,7 @@ def make_plan(
     attention = request.attention or ("bitfield" if (request.context_parallel or 1) > 1 else "model")
     clock = _Clock(on_phase)
     autocast = _components(captured.graph, request.autocast)
+    gradients = analyse(GradientFlow(), captured.graph)
     captured, table = run_planning_passes(captured, batch, attention=attention, autocast=autocast, own=inputs.passes)
     graph = captured.graph
     dtype = "bfloat16" if graph.loss_component in autocast else graph.main_dtype
@@ -197,6 +201,7 @@ def make_plan(
         head_stride=shared.head_stride if cp > 1 else 0,
         notes=(
             *found.notes,
+            *(() if request.allow_unused else _untrained(graph, gradients, problem.prices.workload)),
             *notes,
             *more,
             *([str(inputs.packing)] if inputs.packing else []),
@@ -310,6 +315,12 @@ def _replicas(graph: ModelGraph, request: PlanRequest) -> Mapping[str, int]:
     if isinstance(request.replicas, int):
         return {graph.loss_component: request.replicas}
     return request.replicas or {}
+
+
+def _untrained(graph: ModelGraph, report: GradientReport, workload: Workload | None) -> tuple[str, ...]:
+    """Return notes on what is set to train and gets no gradient, in the captured batch or from any sample of the dataset."""
+    stats, absent = (None, ()) if workload is None else (workload.stats, workload.absent())
+    return tuple(map(str, untrained(graph, report, "" if stats is None else stats.name, absent)))
 
 
 def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:

@@ -77,6 +77,7 @@ def train_elastic(
     options: TrainConfig,
     config: ElasticConfig,
     *,
+    allow_unused: bool,
     folder: Path | None,
     at: tuple[str, Endpoint] | None,
     save: Path | None,
@@ -85,6 +86,7 @@ def train_elastic(
     """Train to the last step and return the metrics of every committed step; [] where another machine has the coordinator.
 
     Args:
+        allow_unused: train although some of what is set to train gets no gradient.
         folder: folder of the log, the events and checkpoints; None to keep them no longer than the run.
         at: name of this node and address of its coordinator; None to play all nodes here.
         save: folder of the checkpoint of the end.
@@ -101,6 +103,7 @@ def train_elastic(
         "balance": options.balance or Arrival.name,
         "save_every": config.save_every,
         "max_restarts": config.max_restarts,
+        "allow_unused": allow_unused,
     }
     if at is not None:
         if folder is None:

@@ -11,6 +11,7 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.load import Load
 from mmcompile.data.sample import SampleShape
 from mmcompile.ir.graph import Component, ComponentKind
+from mmcompile.passes.untrained import untrained
 from mmcompile.planner.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
@@ -22,8 +23,6 @@ from mmcompile.units import counted, format_bytes, format_count, milliseconds
 Severity = Literal["problem", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
 _MAX_NAMES = 3
-_OPTIMIZER_COPIES = 3
-"""Bytes of a gradient and of AdamW's two states for each byte of the parameter, if all have the same dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,30 +67,10 @@ def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
 
 def _gradients(study: Study) -> Iterator[Finding]:
     graph, report = study.graph, study.gradients
-    trainable = [spec for spec in graph.parameters if spec.trainable]
-    if not trainable:
-        yield Finding(
-            severity="problem", what="nothing trains: every parameter is frozen", do="choose what trains with --train"
-        )
-        return
+    stats, absent = study.workload.stats, study.workload.absent()
+    for found in untrained(graph, report, "" if stats is None else stats.name, absent):
+        yield Finding(severity="problem" if found.whole else "warning", what=found.what, do=found.do)
     rows = {row.component: row for row in report.components}
-    silent = [name for name, row in rows.items() if row.trainable and not row.receiving]
-    owners = {name: component.name for component in graph.components for name in _parameters(component)}
-    for name in silent:
-        yield Finding(
-            severity="problem",
-            what=f"{name} is set to train, but no gradient reaches any of its {rows[name].trainable} parameters",
-            do="the loss does not depend on it through differentiable operations; freeze it, or mend the model",
-        )
-    specs = {spec.name: spec for spec in trainable}
-    unused = [specs[name] for name in sorted(report.unused) if owners.get(name) not in silent]
-    if unused:
-        wasted = _OPTIMIZER_COPIES * sum(spec.num_bytes for spec in unused)
-        yield Finding(
-            severity="warning",
-            what=f"{len(unused)} trainable parameters get no gradient: {_names(spec.name for spec in unused)}",
-            do=f"freeze them: their gradients and optimizer state could take {format_bytes(wasted)} for nothing",
-        )
     for component in graph.components:
         row, names = rows[component.name], _parameters(component)
         own = [spec.num_elements for spec in graph.parameters if spec.name in names]
@@ -111,13 +90,12 @@ def _dataset(study: Study) -> Iterator[Finding]:
         return
     trainable = {row.component: row.trainable for row in study.gradients.components}
     for name in workload.absent():
-        trains = trainable[name]
-        yield Finding(
-            severity="problem" if trains else "warning",
-            what=f"no sample of {stats.name} has anything for {name}"
-            + (f", whose {trains} parameters are set to train" if trains else ", which never runs"),
-            do="check the dataset, or freeze it" if trains else "check the dataset, or train a model without it",
-        )
+        if not trainable[name]:
+            yield Finding(
+                severity="warning",
+                what=f"no sample of {stats.name} has anything for {name}, which never runs",
+                do="check the dataset, or train a model without it",
+            )
     for component in study.graph.components:
         without = sum(not _rows(study, component.name, shape) for shape in stats.samples) / len(stats.samples)
         if component.kind is ComponentKind.ENCODER and 0 < without < 1:
@@ -235,9 +213,3 @@ def _pace(plan: Plan) -> Iterator[Finding]:
     idle, devices = plan.cluster.num_devices - len({r for s in plan.stages for r in s.ranks}), plan.cluster.num_devices
     if idle > 0:
         yield Finding(severity="note", what=f"{idle} of {devices} devices have no work")
-
-
-def _names(names: Iterator[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
-    return ", ".join(listed[:_MAX_NAMES]) + more

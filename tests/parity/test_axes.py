@@ -194,6 +194,7 @@ def _engine(
         batch,
         plan,
         balance="arrival",
+        allow_unused=True,
         optimizer=optimizer,
         clip_norm=clip_norm,
         shard_optimizer=case.replicas == "zero1",

@@ -176,7 +176,16 @@ def _engine(
         projector="alone" if case.projector_alone else None,
         placement=case.placement,
     )
-    return mm.parallelize(model, batch, plan, optimizer=optimizer, balance=balance, check_rows=True, correct=correct)
+    return mm.parallelize(
+        model,
+        batch,
+        plan,
+        optimizer=optimizer,
+        balance=balance,
+        allow_unused=True,
+        check_rows=True,
+        correct=correct,
+    )
 
 
 def _assert_same(got: Trained, wanted: Trained, loss_tolerance: float) -> None:

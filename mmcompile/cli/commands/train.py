@@ -44,11 +44,13 @@ from mmcompile.planning import PlanInputs
 from mmcompile.report.run_folder import PLAN, write_events, write_programs
 from mmcompile.runtime.engine import Engine, StepMetrics
 
-_FIELDS = (
+_DECIDED = (
     *("stages", "projector", "schedule", "recompute", "autocast", "attention", "context_parallel", "tensor_parallel"),
     *("replicas", "fsdp", "num_microbatches", "fault_tolerance"),
 )
-"""Fields of a `PlanRequest` that are options of `mmcompile train`."""
+"""Fields of a `PlanRequest` that are options of `mmcompile train`, and that a given plan decides."""
+_FIELDS = (*_DECIDED, "allow_unused")
+"""All fields of a `PlanRequest` that are options of `mmcompile train`."""
 
 
 @with_config
@@ -101,7 +103,7 @@ def train(
     With --fault-tolerance, or a plan made with it, nodes may die, and training continues with the others.
     """
     if plan is not None:
-        refuse_typed(context, (*_FIELDS, "nodes"), WITH_PLAN)
+        refuse_typed(context, (*_DECIDED, "nodes"), WITH_PLAN)
     if (request.fault_tolerance is None) != (nodes is None) and plan is None:
         raise ConfigError(
             "--fault-tolerance and --nodes go together: how many nodes there are, and how many may fail at once"
@@ -123,7 +125,17 @@ def train(
         at = node_at(coordinator, node, secret, elastic)
         folder = None if out is None else out / RUN
         done = train_elastic(
-            subject, made, samples, run, options, elastic, folder=folder, at=at, save=save, export=export
+            subject,
+            made,
+            samples,
+            run,
+            options,
+            elastic,
+            allow_unused=request.allow_unused,
+            folder=folder,
+            at=at,
+            save=save,
+            export=export,
         )
         if done:
             _report(done, out, save, export, json, traced=False)
@@ -136,6 +148,7 @@ def train(
         optimizer=functools.partial(torch.optim.AdamW, lr=run.lr),
         batch=None if run.pack else subject.batch,
         packing=chosen if run.pack else None,
+        allow_unused=request.allow_unused,
         **settings,
     ) as engine:
         if resume is not None:
