@@ -1,11 +1,13 @@
 """Capture every multimodal family of the zoo and say how it went: `make coverage` writes docs/coverage.md.
 
 Each family is checked in a process of its own, since a failed export can poison the next. A family passes if loss and every
-parameter gradient of the captured graph equal eager's to 1e-5, on the captured batch and on one of another size.
+parameter gradient of the captured graph equal eager's to 1e-5, on the captured batch, on others and with parts frozen; if its
+components are those that its authors built; and if a planned step of the engine gives the loss and the update of one of eager.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -28,9 +30,12 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from support.oracles.eager import NEGLIGIBLE, difference, eager_outcome, graph_outcome, misfit  # noqa: E402
 from zoo import ALL, FAMILIES, Batch, Family  # noqa: E402
+from zoo.expected import PATHS, edges_of, kinds_of  # noqa: E402
 
+import mmcompile as mm  # noqa: E402
 from mmcompile.errors import MMCompileError  # noqa: E402
 from mmcompile.ir.capture import Capture, capture  # noqa: E402
+from mmcompile.ir.graph import ModelGraph  # noqa: E402
 
 TOLERANCE = 1e-5
 TIMEOUT_S = 600
@@ -43,6 +48,8 @@ _COLUMNS = (
     "other values",
     "longer text",
     "other size",
+    "parts frozen",
+    "engine step",
     "nodes",
     "s",
     "dynamic dims",
@@ -76,6 +83,12 @@ class Row:
     capture_s: float = 0.0
     components: tuple[tuple[str, int], ...] = ()
     """Name and number of layers."""
+    unexpected: str = ""
+    """How components and edges differ from those in `zoo.expected`; empty if they do not."""
+    frozen: Check | None = None
+    """The captured batch, captured anew with parts of the model frozen: the first of `freezings` that differs, if any."""
+    engine: Check | None = None
+    """A step of SGD in the engine, by a plan made for one device, against one of eager: loss and updated parameters."""
     dynamic: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Input and its dims that may vary without a new capture."""
     captured_batch: str = ""
@@ -102,9 +115,12 @@ def check_family(family: Family) -> Row:
     longer_text = _check(model, captured, batch, family.draw(longer, seed=8))
     other_size = _check(model, captured, batch, second)
     graph = captured.graph
+    unexpected = _unexpected(family.name, graph)
+    frozen, engine = _frozen(model, graph, batch), _engine_step(family, batch)
+    checks = (other_values, longer_text, other_size, frozen, engine)
     return Row(
         family=family.name,
-        passed=first.within(TOLERANCE) and other_values.ok and longer_text.ok and other_size.ok,
+        passed=first.within(TOLERANCE) and all(check.ok for check in checks) and not unexpected,
         mode=graph.mode.value,
         nodes=sum(node.op == "call_function" for node in graph.module.graph.nodes),
         capture_s=capture_s,
@@ -114,6 +130,9 @@ def check_family(family: Family) -> Row:
         other_values=other_values,
         longer_text=longer_text,
         other_size=other_size,
+        unexpected=unexpected,
+        frozen=frozen,
+        engine=engine,
         reasons=(*graph.reasons, *((graph.loss.reason,) if graph.loss.reason else ())),
     )
 
@@ -125,6 +144,66 @@ def _check(model: torch.nn.Module, captured: Capture, batch: Batch, other: Batch
         captured = capture(model, other, dynamic=batch, reference=captured.graph.components)
     found = difference(graph_outcome(model, captured, other), eager_outcome(model, other))
     return Check(ok=found.within(TOLERANCE), misfit=why or "", text="identical" if found.identical else str(found))
+
+
+def _unexpected(name: str, graph: ModelGraph) -> str:
+    """How the components of a family differ from the expected ones; empty if they do not."""
+    paths = PATHS.get(name)
+    if paths is None:
+        return "zoo.expected has no line for it"
+    edges, kinds = {(a, b) for a, b, _ in graph.edges}, {c.name: c.kind.value for c in graph.components}
+    if (edges, kinds) == (edges_of(paths), kinds_of(paths)):
+        return ""
+    found = ", ".join(f"{a} > {b}" for a, b in sorted(edges)) or ", ".join(kinds)
+    return f"found {found}; expected {paths}"
+
+
+def freezings(graph: ModelGraph) -> Iterator[tuple[str, frozenset[str]]]:
+    """(what is frozen, names of parameters that train): a model's front, its back, and all but its vectors.
+
+    The front are the encoders and projectors, or half of the layers where there is one component.
+    """
+    specs, parts = graph.specs, [{p for layer in c.layers for p in layer.parameters} for c in graph.components]
+    if len(parts) == 1:
+        layers = [set(layer.parameters) for layer in graph.components[0].layers]
+        parts = [set().union(*layers[: len(layers) // 2]), set().union(*layers[len(layers) // 2 :])]
+    back = frozenset(specs[name].name for name in parts[-1])
+    front = frozenset(specs[name].name for part in parts[:-1] for name in part) - back
+    vectors = frozenset(spec.name for spec in graph.parameters if len(spec.shape) < 2)
+    for what, trains in (("front", back), ("back", front), ("all but vectors", vectors)):
+        if trains:
+            yield what, trains
+
+
+def _frozen(model: torch.nn.Module, graph: ModelGraph, batch: Batch) -> Check:
+    worst = ""
+    for what, trains in freezings(graph):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trains)
+        found = difference(graph_outcome(model, capture(model, batch), batch), eager_outcome(model, batch))
+        if not found.within(TOLERANCE):
+            return Check(ok=False, misfit="", text=f"{what} frozen: {found}")
+        worst = worst or ("" if found.identical else str(found))
+    model.requires_grad_(True)
+    return Check(ok=True, misfit="", text=worst or "identical")
+
+
+def _engine_step(family: Family, batch: Batch) -> Check:
+    """Compare a planned step of the engine on `batch`, which counts as one sample, with one of eager."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    alone, model = family.build(), family.build()
+    loss = alone(**batch)["loss"]
+    loss.backward()
+    sgd(alone.parameters()).step()
+    options = {"cluster": "1x1xcpu", "num_microbatches": 1, "allow_unused": True, "optimizer": sgd}
+    with mm.parallelize(model, batch, **options) as engine:
+        got = engine.step([batch]).loss
+        engine.pull()
+    wanted, trained = float(loss), dict(model.named_parameters())
+    moved = max(float((trained[name] - other).abs().max()) for name, other in alone.named_parameters())
+    if abs(got - wanted) > TOLERANCE * abs(wanted) or moved > TOLERANCE:
+        return Check(ok=False, misfit="", text=f"loss {got} for {wanted}, parameters differ by {moved:.1e}")
+    return Check(ok=True, misfit="", text="identical" if got == wanted and not moved else f"parameters {moved:.1e}")
 
 
 def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
@@ -154,9 +233,17 @@ def _in_own_process(name: str) -> Row:
 
 
 def _failures(row: Row) -> list[str]:
-    checks = {"other values": row.other_values, "longer text": row.longer_text, "other size": row.other_size}
+    checks = {
+        "other values": row.other_values,
+        "longer text": row.longer_text,
+        "other size": row.other_size,
+        "frozen": row.frozen,
+        "engine": row.engine,
+    }
     failed = [f"{what}: {check.text}" for what, check in checks.items() if check is not None and not check.ok]
-    return [text for text in (row.captured_batch, *failed, *row.reasons) if text and text != "identical"]
+    return [
+        text for text in (row.captured_batch, row.unexpected, *failed, *row.reasons) if text and text != "identical"
+    ]
 
 
 def markdown(matrix: Sequence[Row]) -> str:
@@ -178,7 +265,11 @@ def markdown(matrix: Sequence[Row]) -> str:
         "from the batch (image grids, numbers of images, whether a mask is all true) than it read from the captured one.",
         "- **dynamic dims**: input and dims that may vary without a new capture; **why not more** says what fixed the "
         "others. **nodes**: calls in the graph. **s**: seconds to capture.",
-        "- **components**: found from the graph, with their number of layers.",
+        "- **parts frozen**: the graph captured anew with the front of the model frozen (encoders and projectors, or half the "
+        "layers), the back, and all but vectors, each against eager. **engine step**: loss and parameters after one planned step "
+        "of SGD in the engine, against one of eager.",
+        "- **components**: found from the graph, with their number of layers, and compared with those that the authors built "
+        "(`tests/zoo/expected.py`).",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|---" * len(_COLUMNS) + "|",
@@ -189,6 +280,7 @@ def markdown(matrix: Sequence[Row]) -> str:
 def _line(row: Row) -> str:
     dynamic = ", ".join(f"{name} {list(dims)}" for name, dims in row.dynamic)
     components = ", ".join(f"{name} {layers}" for name, layers in row.components)
+    components += f" (UNEXPECTED: {row.unexpected})" if row.unexpected else ""
     cells = (
         row.family,
         row.mode or "FAILED",
@@ -196,6 +288,8 @@ def _line(row: Row) -> str:
         _cell(row.other_values),
         _cell(row.longer_text),
         _cell(row.other_size),
+        _cell(row.frozen, compared=False),
+        _cell(row.engine, compared=False),
         str(row.nodes),
         f"{row.capture_s:.1f}",
         dynamic or "none",
@@ -205,11 +299,14 @@ def _line(row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _cell(check: Check | None) -> str:
+def _cell(check: Check | None, *, compared: bool = True) -> str:
+    """The text of a check; with `compared`, after whether the captured graph or a new one ran."""
     if check is None:
         return ""
-    where = f"new bucket ({check.misfit})" if check.misfit else "same graph"
-    return f"{where}, {_short(check.text)}" if check.ok else f"FAILED: {check.text}"
+    if not check.ok:
+        return f"FAILED: {check.text}"
+    where = f"new bucket ({check.misfit}), " if check.misfit else "same graph, "
+    return (where if compared else "") + _short(check.text)
 
 
 def _short(text: str) -> str:

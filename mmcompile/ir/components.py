@@ -1,16 +1,19 @@
 """Find the components and layers of a captured graph from its structure, independently of the model's code.
 
 A value's *sources* are the data inputs its floats come from: float inputs, and integer inputs looked up in a trained
-table. A *branch* (encoder or projector) is a module whose values come from fewer sources than the loss does; it holds layers, or
-reads a module that does. All else, with everything behind the merge of branches, is the language model.
+table. A *branch* (encoder or projector) is a module whose values come from fewer sources than those of the last parameters do.
+A branch may be inside another one: the image encoder of a text encoder. A branch without blocks joins the branch that alone reads
+it, and a lone norm the one in front of it. All else, with everything behind the merge of branches, is the language model.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import fx, nn
@@ -30,6 +33,8 @@ _Edges = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Branch:
+    """Module of an encoder or projector; several branches of one name are one component."""
+
     name: str
     module: str
     sources: Sources
@@ -46,13 +51,14 @@ def find_structure(
             places the layers of every capture.
     """
     sources = _sources(module)
+    tree = _Tree(module.graph, sources)
     if reference is None:
-        branches = _branches(module.graph, sources)
+        branches = _joined(module, tree, _candidates(tree))
     else:
         branches = [
             _Branch(name=c.name, module=path, sources=frozenset(c.sources)) for c in reference for path in c.modules
         ]
-    owner, branches = _assign_until_pure(module.graph, sources, branches)
+    owner, branches = _assign_until_pure(module.graph, tree, branches)
     wrappers = _wrappers(branches)
     index, names = _layers(module.graph, owner, wrappers, {c.name: c for c in reference or ()})
     for node in module.graph.nodes:
@@ -108,25 +114,67 @@ def _is_data(placeholder: fx.Node) -> bool:
 class _Tree:
     """Tree of the modules that own call nodes, by path, with the data inputs whose values reach each module's nodes."""
 
-    def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> None:
+    def __init__(self, graph: fx.Graph, values: Mapping[fx.Node, Sources | None]) -> None:
+        self.values = values
+        """Node -> its sources, as `_sources` returns them."""
         self.sources: dict[str, Sources] = defaultdict(frozenset)
         self.children: dict[str, set[str]] = defaultdict(set)
-        self.with_parameters: set[str] = set()
+        self.read: dict[str, set[Sources]] = defaultdict(set)
+        """Path of a module that reads parameters -> the sources of each node of the module that reads one."""
+        self.numbered: set[str] = set()
+        """Paths of modules with numbered modules inside that read parameters other than tables of embeddings."""
+        self.stacked: set[str] = set()
+        """Paths in `numbered` whose numbered modules have modules inside, as the layers of a transformer do."""
         for node in graph.nodes:
-            found = sources.get(node)
+            found = values.get(node)
             if node.op != "call_function" or found is None:
                 continue
-            path = node.meta["module_path"]
-            reads = _reads_parameter(node, sources)
-            for prefix in _prefixes(path):
+            prefixes = _prefixes(node.meta["module_path"])
+            for prefix in prefixes:
                 self.sources[prefix] |= found
-                if reads:
-                    self.with_parameters.add(prefix)
-            for parent, child in zip(_prefixes(path), _prefixes(path)[1:], strict=False):
+            for parent, child in pairwise(prefixes):
                 self.children[parent].add(child)
+            if _reads_parameter(node, values):
+                blocks = [place for place, prefix in enumerate(prefixes) if _is_block(prefix)]
+                stacks = [place for place in blocks if place < len(prefixes) - 1]
+                table = node.target is torch.ops.aten.embedding.default
+                for place, prefix in enumerate(prefixes):
+                    self.read[prefix].add(found)
+                    if not table and blocks and place < blocks[-1]:
+                        self.numbered.add(prefix)
+                    if not table and stacks and place < stacks[-1]:
+                        self.stacked.add(prefix)
+        self.everything = frozenset[str]().union(*self.read[""])
+        """Sources of all nodes that read parameters; an input that the loss alone reads is not among them."""
 
-    def has_blocks(self, path: str) -> bool:
-        return any(_is_block(child) or self.has_blocks(child) for child in self.children[path])
+    def owner(self, path: str) -> str:
+        """Return the innermost module that reads parameters, among the module at `path` and those it is in."""
+        return next((prefix for prefix in reversed(_prefixes(path)) if prefix in self.read), "")
+
+    def towers(self, path: str) -> bool:
+        """Return True if the module at `path` has a module of blocks inside that reads fewer inputs, and something beside it.
+
+        That is a parameter read with other inputs alone, such as a table of word embeddings beside an image encoder.
+        """
+        return any(
+            inner in self.numbered and not all(reached & self.sources[inner] for reached in self.read[path] if reached)
+            for inner in self._inside(path)
+        )
+
+    def merges(self, path: str) -> bool:
+        """Return True if a block inside the module at `path` reads parameters with all inputs of the module."""
+        return any(
+            self.sources[path] in self.read[child]
+            for inner in (path, *self._inside(path))
+            for child in self.children[inner]
+            if _is_block(child)
+        )
+
+    def _inside(self, path: str) -> Iterator[str]:
+        for child in sorted(self.children[path]):
+            if not _is_block(child):
+                yield child
+                yield from self._inside(child)
 
 
 def _prefixes(path: str) -> list[str]:
@@ -138,33 +186,78 @@ def _is_block(path: str) -> bool:
     return path.rpartition(".")[2].isdigit()
 
 
-def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> list[_Branch]:
-    tree = _Tree(graph, sources)
-    everything = tree.sources[""]
-    data = frozenset().union(*(sources[node] or () for node in graph.nodes if node.op == "placeholder"))
-    found: list[tuple[str, Sources]] = []
+def _candidates(tree: _Tree) -> list[_Branch]:
+    """Return every module that may be a branch, or a part of one: its values come from fewer sources than those around it."""
+    found: list[str] = []
 
-    def descend(path: str) -> None:
+    def descend(path: str, outer: Sources) -> None:
         for child in sorted(tree.children[path]):
-            if _is_block(child) or child not in tree.with_parameters or not tree.sources[child]:
+            own = tree.sources[child]
+            if _is_block(child) or child not in tree.read or not own:
                 continue
-            if tree.sources[child] != everything and not _splits(tree, child, data):
-                found.append((child, tree.sources[child]))
-            else:
-                descend(child)
+            holds_towers = own != outer and tree.towers(child)
+            if own == outer or holds_towers and not tree.merges(child):
+                descend(child, outer)
+                continue
+            found.append(child)
+            if holds_towers:
+                descend(child, own)
 
-    descend("")
-    # A table of word embeddings has no blocks and no float source: it stays with what reads it.
-    kept = [(path, reached) for path, reached in found if tree.has_blocks(path) or reached & data]
-    names = _short_names([path for path, _ in kept])
-    return [_Branch(name=names[path], module=path, sources=reached) for path, reached in kept]
+    descend("", tree.everything)
+    names = _short_names(found)
+    return [_Branch(name=names[path], module=path, sources=tree.sources[path]) for path in found]
 
 
-def _splits(tree: _Tree, path: str, data: Sources) -> bool:
-    """Return True if the children of the module at `path` read disjoint inputs: the module holds several components."""
-    children = [c for c in tree.children[path] if c in tree.with_parameters and not _is_block(c)]
-    parts = [tree.sources[child] & data for child in children]
-    return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
+def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) -> list[_Branch]:
+    """Return the branches that are left of `candidates` after those without blocks have joined their neighbours.
+
+    A candidate without blocks, or with plain numbered layers, joins the branch that alone reads it, or the only one that it reads
+    if that has no blocks either: convolutions in front of an encoder belong to it, and projections in a row are one projector.
+    (Not if the reader has other inputs too, as a text encoder behind an image encoder's projector.) One with vectors alone
+    (a norm) joins the branch it reads, if that is one, else the language model. A table of word embeddings that no single
+    branch reads belongs to the language model.
+    """
+    owner, kept = _assign_until_pure(module.graph, tree, candidates)
+    readers: dict[str, set[str]] = defaultdict(set)
+    read: dict[str, set[str]] = defaultdict(set)
+    matrices: set[str] = set()
+    for node, name in owner.items():
+        for source in node.all_input_nodes:
+            before = owner.get(source, name)
+            if before != name:
+                readers[before].add(name)
+                read[name].add(before)
+            parameter = source.op == "get_attr" and tree.values[source] is not None
+            if parameter and attribute(module, str(source.target)).dim() > 1:
+                matrices.add(name)
+    data = frozenset[str]().union(*(tree.values[node] or () for node in module.graph.nodes if node.op == "placeholder"))
+    into, known = {branch.name: branch.name for branch in kept}, {branch.name: branch for branch in kept}
+    for branch in reversed(_in_order(owner, kept)):
+        name, after = branch.name, {into.get(reader, _MAIN) for reader in readers[branch.name]}
+        if branch.module in tree.stacked:
+            continue
+        reader = known.get(after.pop()) if len(after) == 1 else None
+        whole = reader is None or reader.module not in tree.stacked or reader.sources <= branch.sources
+        if reader is not None and (whole or not read[name]):
+            into[name] = reader.name
+        elif len(read[name]) == 1 and known[next(iter(read[name]))].module not in tree.stacked:
+            into[name] = next(iter(read[name]))
+        elif name not in matrices:
+            into[name] = next(iter(read[name])) if len(read[name]) == 1 else _MAIN
+        elif not read[name] and not branch.sources & data and branch.module not in tree.numbered:
+            into[name] = _MAIN
+    for name in into:
+        while into.get(into[name], _MAIN) != into[name]:  # a norm joined a branch that joined another
+            into[name] = into.get(into[name], _MAIN)
+    leads = {branch.name: branch.module for branch in kept if into[branch.name] == branch.name}
+    names = _short_names(list(leads.values()))
+    return [replace(branch, name=names[leads[into[branch.name]]]) for branch in kept if into[branch.name] in leads]
+
+
+def _in_order(owner: Mapping[fx.Node, str], branches: Sequence[_Branch]) -> list[_Branch]:
+    """Return the branches in the order of their last nodes in the graph: each before all that read it."""
+    last = {name: place for place, name in enumerate(owner.values())}
+    return sorted((branch for branch in branches if branch.name in last), key=lambda branch: last[branch.name])
 
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
@@ -177,25 +270,28 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _wrappers(branches: Sequence[_Branch]) -> set[str]:
-    """Return the paths of all modules that contain a branch (an encoder or projector) but are not part of one."""
+    """Return the paths of all modules that contain a branch (an encoder or projector) and are not that branch."""
     return {prefix for branch in branches for prefix in _prefixes(branch.module)[:-1]}
 
 
+def _enclosing(path: str, branches: Sequence[_Branch]) -> list[str]:
+    """Return the names of the components around a module, outermost first: the language model, then branches it is inside."""
+    around = [branch for branch in branches if _inside(path, branch.module)]
+    return [_MAIN, *(branch.name for branch in sorted(around, key=lambda branch: len(branch.module)))]
+
+
 def _assign_until_pure(
-    graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
+    graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
     """Return (node -> component, kept branches): branches whose parameters are read after modalities merge are dropped."""
     kept = list(branches)
     while True:
-        owner = _assign(graph, sources, kept, _wrappers(kept))
-        mixed = {
-            branch.name
-            for branch in kept
-            if any(
-                _inside(node.meta["module_path"], branch.module) and name == _MAIN and _reads_parameter(node, sources)
-                for node, name in owner.items()
-            )
-        }
+        owner = _assign(graph, tree, kept)
+        mixed: set[str] = set()
+        for node, name in owner.items():
+            *outer, own = _enclosing(node.meta["module_path"], kept)
+            if name in outer and name != own and _reads_parameter(node, tree.values):
+                mixed.add(own)
         if not mixed:
             return owner, kept
         kept = [branch for branch in kept if branch.name not in mixed]
@@ -205,48 +301,49 @@ def _reads_parameter(node: fx.Node, sources: Mapping[fx.Node, Sources | None]) -
     return any(source.op == "get_attr" and sources[source] is not None for source in node.all_input_nodes)
 
 
-def _assign(
-    graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch], wrappers: set[str]
-) -> dict[fx.Node, str]:
+def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[fx.Node, str]:
     """Return the component of every node that is not shared.
 
-    Nodes of a branch's modules belong to that branch. Nodes of wrappers (the forward of a module that holds branches) belong to
-    the component of the values they read. All other nodes belong to the language model.
+    Nodes of a branch's modules belong to that branch, unless they read a component around it. Nodes of wrappers (the forward of
+    a module that holds branches), and of modules without parameters in them, belong to the component of the values they read.
+    All other nodes belong to the language model.
     """
     owner: dict[fx.Node, str] = {}
     upstream: dict[str, set[str]] = defaultdict(set)
-    undecided: list[fx.Node] = []
+    undecided: list[tuple[fx.Node, str]] = []
+    wrappers = _wrappers(branches)
+    enclosing = functools.cache(lambda path: _enclosing(path, branches))
     for node in graph.nodes:
-        if node.op != "call_function" or sources[node] is None:
+        if node.op != "call_function" or tree.values[node] is None:
             continue
         before = {owner[source] for source in node.all_input_nodes if source in owner}
         if node.target is operator.getitem and before:
             (owner[node],) = before  # a tuple never crosses a link
             continue
-        named = next((b.name for b in branches if _inside(node.meta["module_path"], b.module)), None)
-        if _MAIN in before:
-            owner[node] = _MAIN
-        elif named is not None:
-            owner[node] = named
-        elif node.meta["module_path"] not in wrappers:
-            owner[node] = _MAIN
+        path = tree.owner(node.meta["module_path"])
+        around = enclosing(path)
+        read = next((name for name in around if name in before), None)
+        if read is not None or path not in wrappers:
+            owner[node] = read or around[-1]
         elif not before:
-            undecided.append(node)
+            undecided.append((node, around[-1]))
             continue
         else:
             last = [name for name in before if before - {name} <= upstream[name]]
-            owner[node] = last[0] if last and not _merges(node, sources, branches) else _MAIN
+            owner[node] = last[0] if last and not _merges(node, tree, branches) else around[-1]
         for name in before - {owner[node]}:
             upstream[owner[node]] |= {name} | upstream[name]
-    for node in reversed(undecided):  # nothing of a component comes before: it belongs to the first that reads it
+    for node, otherwise in reversed(
+        undecided
+    ):  # nothing of a component comes before: it belongs to the first that reads it
         readers = [owner[user] for user in node.users if user in owner]
         earliest = [name for name in readers if not upstream[name] & set(readers)]
-        owner[node] = (earliest or [_MAIN])[0]
+        owner[node] = (earliest or [otherwise])[0]
     return _settle(graph, owner)
 
 
-def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]) -> bool:
-    reach = sources[node]
+def _merges(node: fx.Node, tree: _Tree, branches: Sequence[_Branch]) -> bool:
+    reach = tree.values[node]
     assert reach is not None
     return not any(reach <= branch.sources for branch in branches)
 
@@ -372,7 +469,9 @@ def _components(
             if source.op == "get_attr" and sources[source] is not None:
                 parameters[name, index[node]].add(str(source.target))
     order = list(dict.fromkeys(owner[node] for node in graph.nodes if node in owner))
-    module_of = {branch.name: branch.module for branch in branches}
+    modules: dict[str, list[str]] = defaultdict(list)
+    for branch in branches:
+        modules[branch.name].append(branch.module)
     behind = {owner[n] for n in owner for source in n.all_input_nodes if source in owner and owner[source] != owner[n]}
     kinds = {name: ComponentKind.PROJECTOR if name in behind else ComponentKind.ENCODER for name in order}
     kinds[_MAIN] = ComponentKind.LANGUAGE_MODEL
@@ -381,7 +480,7 @@ def _components(
             name=name,
             kind=kinds[name],
             sources=tuple(sorted(reached[name])),
-            modules=(module_of[name],) if name in module_of else (),
+            modules=tuple(modules[name]),
             layers=tuple(
                 Layer(index=i, name=layer, parameters=tuple(sorted(parameters[name, i])))
                 for i, layer in enumerate(names[name])

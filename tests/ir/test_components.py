@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +80,11 @@ EXPECTED = {
             "vision_model": ("encoder", 6),
             "visual_projection": ("projector", 1),
             "text_model": ("encoder", 6),
+            "text_projection": ("projector", 1),
             "language_model": ("language_model", 1),
         },
-        edges=_line("vision_model", "visual_projection", "language_model") | _line("text_model", "language_model"),
+        edges=_line("vision_model", "visual_projection", "language_model")
+        | _line("text_model", "text_projection", "language_model"),
     ),
     "qwen2_5_vl": Expected(
         parts={"visual": ("encoder", 6), "language_model": ("language_model", 6)},
@@ -265,3 +270,145 @@ def test_an_op_between_two_runs_of_the_last_block_does_not_come_after_it() -> No
             for source in node.all_input_nodes:
                 if source.op == "call_function" and not info(source).shared:
                     assert info(source).layer <= info(node).layer
+
+
+def _blocks(width: int, count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+class _Pool(nn.Module):
+    """A module without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, 2)).mean(2)
+
+
+class _Text(nn.Module):
+    """A language model whose own encoder sees images: word embeddings, a tower, a projection, blocks behind the merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleDict({"patches": nn.Linear(6, 4), "blocks": _blocks(4), "norm": nn.LayerNorm(4)})
+        self.projection = nn.Linear(4, 4)
+        self.words = nn.Embedding(8, 4)
+        self.blocks = _blocks(4)
+
+    def forward(self, input_ids: Tensor, pixels: Tensor) -> Tensor:
+        tower = self.tower
+        seen = self.projection(tower["norm"](tower["blocks"](tower["patches"](pixels))))
+        return self.blocks(torch.cat([self.words(input_ids), seen], 1))
+
+
+class _Parts(nn.Module):
+    """Calls the parts that a test gives it, and ends in blocks and a loss over all that they return."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+        self.blocks = _blocks(4)
+        self.head = nn.Linear(4, 8)
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.blocks(hidden))
+        return {"loss": F.cross_entropy(logits[:, : labels.shape[1]].flatten(0, 1), labels.flatten())}
+
+
+class _Pooled(_Parts):
+    def forward(self, input_ids: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        parts = self.parts
+        seen = parts["projector"](parts["pool"](parts["tower"](pixels)))
+        return self.loss(torch.cat([parts["words"](input_ids), seen], 1), labels)
+
+
+class _Nested(_Parts):
+    def forward(self, input_ids: Tensor, pixels: Tensor, answer: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        seen = self.parts["text"](input_ids, pixels)
+        return self.loss(torch.cat([self.parts["words"](answer), seen], 1), labels)
+
+
+class _Pieces(_Parts):
+    """A convolution in front of the tower and a norm behind it, and a neck of two projections, none in a module of its own."""
+
+    def forward(self, input_ids: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        parts = self.parts
+        seen = parts["norm"](parts["tower"](parts["patches"](pixels)))
+        seen = parts["second"](parts["first"](seen).relu())
+        return self.loss(torch.cat([parts["words"](input_ids), seen], 1), labels)
+
+
+class _Codes(_Parts):
+    def forward(self, codes: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        tables: Any = self.parts["tables"]
+        heard = sum(table(codes[..., place]) for place, table in enumerate(tables))
+        return self.loss(torch.cat([heard, self.parts["tower"](pixels)], 1), labels)
+
+
+class _Towers(_Parts):
+    """Two towers in one module, and labels that are floats, which the loss alone reads."""
+
+    def forward(self, input_ids: Tensor, pixels: Tensor, target: Tensor) -> dict[str, Tensor]:
+        seen, read = self.parts["both"](pixels, input_ids)
+        return {"loss": F.mse_loss(self.head(self.blocks(torch.cat([read, seen], 1))), target)}
+
+
+class _Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeing = _blocks(4)
+        self.reading = nn.Sequential(nn.Embedding(8, 4), _blocks(4))
+
+    def forward(self, pixels: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.seeing(pixels), self.reading(input_ids)
+
+
+_IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+_PIXELS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "parts"),
+    [
+        pytest.param(
+            lambda: _Pooled(tower=_blocks(4), pool=_Pool(), projector=nn.Linear(4, 4), words=nn.Embedding(8, 4)),
+            {"input_ids": _IDS, "pixels": _PIXELS, "labels": _IDS},
+            "tower>projector>language_model",
+            id="a module without parameters in front of the projector",
+        ),
+        pytest.param(
+            lambda: _Nested(text=_Text(), words=nn.Embedding(8, 4)),
+            {"input_ids": _IDS, "pixels": torch.randn(2, 4, 6), "answer": _IDS, "labels": _IDS},
+            "tower>projection>text>language_model",
+            id="a tower inside another encoder",
+        ),
+        pytest.param(
+            lambda: _Pieces(
+                patches=nn.Linear(4, 4),
+                tower=_blocks(4),
+                norm=nn.LayerNorm(4),
+                first=nn.Linear(4, 4),
+                second=nn.Linear(4, 4),
+                words=nn.Embedding(8, 4),
+            ),
+            {"input_ids": _IDS, "pixels": _PIXELS, "labels": _IDS},
+            "tower>first>language_model",
+            id="lone layers join their neighbours",
+        ),
+        pytest.param(
+            lambda: _Codes(tables=nn.ModuleList(nn.Embedding(8, 4) for _ in range(2)), tower=_blocks(4)),
+            {"codes": torch.stack([_IDS, _IDS], -1), "pixels": _PIXELS, "labels": _IDS},
+            "tower>language_model",
+            id="tables of codes are no encoder",
+        ),
+        pytest.param(
+            lambda: _Towers(both=_Both()),
+            {"input_ids": _IDS, "pixels": _PIXELS, "target": torch.randn(2, 7, 8)},
+            "seeing>language_model, reading>language_model",
+            id="two towers in one module",
+        ),
+    ],
+)
+def test_components_of_small_models(model: Callable[[], nn.Module], batch: dict[str, Tensor], parts: str) -> None:
+    graph = capture(model(), batch).graph
+    edges = {pair for line in parts.split(", ") for pair in pairwise(line.split(">"))}
+    assert {(producer, consumer) for producer, consumer, _ in graph.edges} == edges
+    assert {c.name for c in graph.components} == {name for pair in edges for name in pair}

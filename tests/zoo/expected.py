@@ -1,0 +1,85 @@
+"""The components of every family, as its authors built it: encoders, what lies between them and the language model.
+
+One path an encoder: from its name through projectors to the language model. Written from the models' code, not from what a
+capture finds.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+_LLAVA = "vision_tower > multi_modal_projector > language_model"
+_QWEN = "visual > language_model"
+_HEARING = "audio_tower > multi_modal_projector > language_model"
+_CONNECTED = "vision_model > connector > language_model"
+_DECODER = "encoder > language_model"
+
+PATHS: dict[str, str] = {
+    # LLaVA and its kin
+    "llava": _LLAVA,
+    "vipllava": _LLAVA,
+    "video_llava": "image_tower > multi_modal_projector > language_model, video_tower > multi_modal_projector",
+    "internvl": _LLAVA,
+    "paligemma": _LLAVA,
+    "gemma3": _LLAVA,
+    "aya_vision": _LLAVA,
+    "cohere2_vision": _LLAVA,
+    "ovis2": "vision_tower > visual_embeddings_table > language_model",
+    "janus": "vision_model > aligner > language_model",
+    "got_ocr2": _LLAVA,
+    "deepseek_vl": "vision_model > aligner > language_model",
+    # encoders that merge patches themselves
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_5": _QWEN,
+    "glm4v": _QWEN,
+    "video_llama_3": "vision_model > projector > language_model",
+    "kimi_k25": "vision_tower > mm_projector > language_model",
+    "mistral3": _LLAVA,
+    "pixtral": _LLAVA,
+    # tiles and patches
+    "llava_next": _LLAVA,
+    "llava_onevision": _LLAVA,
+    "idefics2": _CONNECTED,
+    "idefics3": _CONNECTED,
+    "smolvlm": _CONNECTED,
+    "gemma4": "vision_tower > embed_vision > language_model",
+    "mllama": "vision_model > multi_modal_projector > language_model",
+    "llama4": "vision_model > multi_modal_projector > language_model",
+    "lfm2_vl": _LLAVA,
+    "fuyu": "vision_embed_tokens > language_model",
+    # queries, encoder-decoders
+    "blip2": "vision_model > qformer > language_projection > language_model",
+    "instructblip": "vision_model > qformer > language_projection > language_model",
+    "kosmos2": "vision_model > image_to_text_projection > language_model",
+    "florence2": _LLAVA,
+    "vision_encoder_decoder": _DECODER,
+    # sound
+    "qwen2_audio": _HEARING,
+    "voxtral": _HEARING,
+    "audioflamingo3": _HEARING,
+    "glmasr": _HEARING,
+    "granite_speech": "encoder > projector > language_model",
+    "qwen2_5_omni": "audio_tower > language_model, visual > language_model",
+    "whisper": _DECODER,
+    # two towers and a loss over pairs
+    "clip": "vision_model > visual_projection > language_model, text_model > text_projection > language_model",
+    "siglip": "vision_model > language_model, text_model > language_model",
+    "clap": "audio_model > audio_projection > language_model, text_model > text_projection > language_model",
+}
+"""Family -> its paths, separated by commas; a family that is one component has the path `language_model`."""
+
+
+def edges_of(paths: str) -> set[tuple[str, str]]:
+    """(producer, consumer) of each edge between the components of some paths."""
+    return {pair for path in paths.split(", ") for pair in pairwise(path.split(" > "))}
+
+
+def kinds_of(paths: str) -> dict[str, str]:
+    """Component -> its kind, from its place on the paths."""
+    names = [path.split(" > ") for path in paths.split(", ")]
+    first, last = {path[0] for path in names if len(path) > 1}, "language_model"
+    return {
+        name: last if name == last else "encoder" if name in first else "projector" for path in names for name in path
+    }
