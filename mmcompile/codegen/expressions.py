@@ -28,6 +28,7 @@ _OP_MODULES = {
     "shard_tokens": "mmcompile.kernels.bitfield_attention.parallel.token_ops",
     **dict.fromkeys(_TENSOR_OPS, "mmcompile.kernels.tensor_parallel.boundary_ops"),
     **dict.fromkeys(_VOCABULARY_OPS, "mmcompile.kernels.tensor_parallel.vocabulary"),
+    "ctc_losses": "mmcompile.kernels.ctc_loss",
     "gather_parameter": "mmcompile.kernels.sharded_parameters.gather_ops",
 }
 """Name of an mmcompile op -> module that registers it."""

@@ -164,7 +164,14 @@ def _trace(model: nn.Module, batch: FlatBatch, varying: Mapping[str, tuple[int, 
     reasons: tuple[str, ...] = ()
     if varying:
         try:
-            return export_step(model, batch, varying), ()
+            found = export_step(model, batch, varying)
+            if (
+                found.sizes.bind({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+                is not None
+            ):
+                return found, ()
+            guards = ", ".join(str(guard) for guard in found.sizes.guards if guard != True)  # noqa: E712 (sympy truth)
+            reasons = (f"symbolic sizes: conditions that the captured batch does not fulfil: {guards}",)
         except Exception as error:  # export raises whatever the model's own Python raises; the fixed mode decides
             text = str(error).strip().partition("\n")[0][:200]
             reasons = (f"symbolic sizes: {type(error).__name__}: {text}",)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from mmcompile import errors
 from mmcompile.errors import BatchError, CaptureError
@@ -54,6 +55,16 @@ def _eager_error(model: nn.Module, batch: FlatBatch) -> Exception | None:
         except Exception as error:  # whatever the model's own Python raises
             return error
     return None
+
+
+def line_of_node(node: fx.Node) -> str:
+    """Return the line of the model's code that made a node, or its module if the node has no trace: `file:line: code`."""
+    for made in (node, *node.all_input_nodes):
+        lines = [line.strip() for line in made.meta.get("stack_trace", "").strip().splitlines()]
+        found = re.fullmatch(r'File "(.*)", line (\d+), in .*', lines[-2]) if len(lines) > 1 else None
+        if found is not None:
+            return f"{found[1].rpartition('site-packages/')[2]}:{found[2]}: {lines[-1]}"
+    return node.meta.get("module_path") or "the model itself"
 
 
 def _line_of(error: Exception) -> str:

@@ -110,6 +110,8 @@ class _Memory:
     """Node that allocated some memory -> number of in-place writes to this memory so far."""
     captured: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Node of the rewritten graph -> node as captured whose value it holds."""
+    results: dict[tuple[fx.Node, Any], fx.Node] = field(default_factory=dict)
+    """(call that makes several new tensors, index) -> first node that takes this one of them."""
     bases: dict[int, fx.Node] = field(default_factory=dict)
     """Identity of a storage -> node that allocated it."""
 
@@ -125,6 +127,9 @@ class _Memory:
         sources = [self._original(source) for source in node.all_input_nodes]
         if node.target is aten.lift_fresh_copy.default:  # its fake tensor shares memory, the real one does not
             sources = []
+        if node.target is operator.getitem and sources[0] not in self.viewed:  # one of several new tensors
+            first = self.results.setdefault((sources[0], node.args[1]), node)
+            sources = [] if first is node else [first]
         source = next((source for source in sources if storages & _storages(source)), None)
         if source is not None:
             self.viewed[node] = source
@@ -297,6 +302,9 @@ def _write_back(graph: fx.Graph, near: fx.Node, view: fx.Node, source: fx.Node, 
     """Return the node of the new value of `source`, after the values `new` were written through `view`, a view of `source`."""
     seen: Tensor = view.meta["val"]
     whole: Tensor = source.meta["val"]
+    parts = view.all_input_nodes[0] if view.target is operator.getitem else None
+    if parts is not None and parts.target not in _MANY and source.target is operator.getitem:
+        return new  # the same one of several new tensors, taken twice
     if view.target in (aten.detach.default, aten.alias.default):
         return _same_gradient(graph, near, source, new) if view.target is aten.detach.default else new
     if seen.dtype != whole.dtype:

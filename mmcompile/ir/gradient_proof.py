@@ -17,11 +17,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from mmcompile.errors import CaptureError
+from mmcompile.ir.capture_errors import line_of_node
 from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode
 
 _SHOWN = 6
-_CUSTOM_OPS = "torch._library.autograd"
-"""Module of the autograd functions of torch's custom ops. They are allowed: a graph keeps a custom op, with its backward."""
+_GRAPHED = ("torch._library.autograd", "mmcompile.ir.nodes")
+"""Modules of autograd functions that a graph keeps as an op, with its backward: those of torch's custom ops, and our own."""
 
 
 def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
@@ -39,7 +40,7 @@ def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
     for step in _recorded(loss):
         variable = getattr(step, "variable", None)
         own = type(step)._forward_cls if isinstance(step, BackwardCFunction) else None  # type: ignore[attr-defined]  # pyright: ignore
-        if own is not None and own.__module__ != _CUSTOM_OPS:
+        if own is not None and own.__module__ not in _GRAPHED:
             raise CaptureError(
                 f"the model uses the autograd function {own.__module__}.{own.__qualname__}, whose backward is Python that a "
                 "graph does not have, so gradients would be wrong; express it with tensor ops (a straight-through estimator: "
@@ -177,7 +178,7 @@ class _OnFakes(fx.Interpreter):
             return super().run_node(n)
         except VALUES_NEEDED as error:
             raise CaptureError(
-                f"the size of {n.target} in {n.meta.get('module_path') or 'the model itself'} depends on values that are not "
+                f"the size of {n.target} ({line_of_node(n)}) depends on values that are not "
                 "known during capture; compute the mask or the count from inputs alone, or mask by multiplication"
             ) from error
 

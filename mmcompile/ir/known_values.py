@@ -34,6 +34,7 @@ from mmcompile.ir.compat import (
     size_hint,
 )
 from mmcompile.ir.nodes import VALUE_READ
+from mmcompile.kernels.ctc_loss import ctc_loss
 
 aten = torch.ops.aten
 
@@ -54,9 +55,32 @@ _VALUE_READS: tuple[Callable[..., Any], ...] = (
 _NUMBERS: dict[Callable[..., Any], dict[int, str]] = {
     torch.narrow: {2: "start"},
     torch.Tensor.narrow: {2: "start"},
-    torch.nn.functional.ctc_loss: {2: "input_lengths", 3: "target_lengths"},
 }
 """Functions that take tensors where they need numbers -> positions and names of these arguments."""
+
+
+def _selected(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return input.expand(shape)[mask.expand(shape)]
+
+
+def _repeated(
+    input: torch.Tensor, repeats: torch.Tensor | int | None = None, dim: int | None = None, **kwargs: Any
+) -> torch.Tensor:
+    if not isinstance(repeats, torch.Tensor):
+        return torch.repeat_interleave(input, *(() if repeats is None else (repeats, dim)), **kwargs)
+    input, dim = (input.flatten(), 0) if dim is None else (input, dim)
+    return input.index_select(dim, torch.repeat_interleave(repeats.expand(input.shape[dim])))
+
+
+_WITHOUT_DYNAMIC_SIZES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.masked_select: _selected,
+    torch.Tensor.masked_select: _selected,
+    torch.repeat_interleave: _repeated,
+    torch.Tensor.repeat_interleave: _repeated,
+    torch.nn.functional.ctc_loss: ctc_loss,
+}
+"""Function whose result has a size that depends on values -> the same by indices, known where masks and counts are."""
 NEW = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
 FACTORIES_LIKE: dict[Any, Any] = {
     aten.new_ones.default: aten.ones.default,
@@ -242,7 +266,10 @@ class _KnownDispatch(TorchDispatchMode):
         num_elements = math.prod(shape_hint(out))
         if num_elements > MAX_KNOWN_INTEGERS:
             return False
-        if not inputs and any(word in func.name() for word in ("empty", "rand")):
+        drawn = not inputs and "rand" in func.name()
+        if (
+            drawn or not inputs and "empty" in func.name() and out.is_floating_point()
+        ):  # a table of counts is filled later
             return False
         if out.is_floating_point() or out.is_complex():
             # Beyond the limit only copies of inputs stay known, so that tests like `(pixels == 0).all()` have an answer.
@@ -266,7 +293,7 @@ class _KnownFunctions(TorchFunctionMode):
                 "the model registers a hook on a tensor's gradient, which a graph does not have, so gradients would be wrong; "
                 "change the gradient with tensor ops in forward, or take the hook off"
             )
-        if func is torch.Tensor.new_tensor and isinstance(args[1], (list, tuple)):
+        if func in (torch.Tensor.new_tensor, torch.Tensor.new) and isinstance((*args, None)[1], (list, tuple)):
             return self._learned(func(*args, **kwargs), args[1])
         if func in _NUMBERS:
             names = _NUMBERS[func]
@@ -276,7 +303,17 @@ class _KnownFunctions(TorchFunctionMode):
             real = self.known.get(args[0])
             if real is not None:
                 return self.read(args[0], real, func, args[1:], kwargs)
-        return func(*args, **kwargs)
+        if func in _WITHOUT_DYNAMIC_SIZES:
+            return _WITHOUT_DYNAMIC_SIZES[func](*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (TypeError, RuntimeError):  # a tensor of one element where the op's C++ wants a number
+            numbers = pytree.tree_map(self._as_number, (args, kwargs))
+            if all(
+                a is b for a, b in zip(pytree.tree_leaves(numbers), pytree.tree_leaves((args, kwargs)), strict=True)
+            ):
+                raise
+        return func(*numbers[0], **numbers[1])
 
     def read(
         self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None
@@ -297,6 +334,10 @@ class _KnownFunctions(TorchFunctionMode):
     def _as_numbers(self, value: Any) -> Any:
         real = self.known.get(value) if isinstance(value, torch.Tensor) else None
         return value if real is None else self.read(value, real, torch.Tensor.tolist)
+
+    def _as_number(self, value: Any) -> Any:
+        counts = isinstance(value, FakeTensor) and not value.dim() and not value.is_floating_point()
+        return self._as_numbers(value) if counts else value
 
     def _learned(self, out: Any, data: Any) -> Any:
         leaves = pytree.tree_leaves(data)

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import CaptureError
+from mmcompile.ir.capture_errors import line_of_node
 from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint, storage_of
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.tensor_spec import TensorSpec
@@ -116,9 +117,8 @@ def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
             continue
         if free_unbacked_symbols(value):
             raise CaptureError(
-                f"a size of {node.target} depends on values that are not known during capture "
-                f"({node.meta.get('module_path') or 'in the model itself'}): only inputs and what is computed from them alone "
-                "are; compute the mask or the count from integer inputs"
+                f"a size depends on values that are not known during capture ({line_of_node(node)}): only inputs and what is "
+                "computed from them alone are; compute the mask or the count from integer inputs"
             )
         expression = _number_or_expression(size_expression(value))
         if isinstance(expression, int):

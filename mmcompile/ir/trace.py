@@ -22,7 +22,7 @@ from mmcompile.ir.compat import (
     plain_checkpointing,
     transformers_eager_paths,
 )
-from mmcompile.ir.functional import NO_GRAD, functionalize
+from mmcompile.ir.functional import NO_GRAD, changed_buffers, functionalize
 from mmcompile.ir.gradient_proof import check_trained, trained_by
 from mmcompile.ir.graph import LossInfo, results_of
 from mmcompile.ir.host_shapes import HostProgram, attribute, has_dynamic_shape, reads_value, split_host_program
@@ -94,7 +94,7 @@ class _LossOnly(nn.Module):
         for name, value in inputs.items():
             if isinstance(value, FakeTensor):
                 known.learn(value, self._batch[name])
-        with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(), known_values(known):
+        with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(self.model), known_values(known):
             loss = self._loss(inputs)
         self._on_trace(trained_by(loss, dict(self.model.named_parameters())))
         return loss
@@ -349,4 +349,4 @@ def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
 
 
 def _updates_buffer(node: fx.Node) -> bool:
-    return is_mutating_op(node.target) and isinstance(node.args[0], fx.Node)
+    return is_mutating_op(node.target) and isinstance(node.args[0], fx.Node) or bool(changed_buffers([node]))

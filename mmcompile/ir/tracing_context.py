@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import pickle
 import random
 import traceback
 import warnings
@@ -158,8 +159,17 @@ def _watched(name: str, function: Callable[..., Any], seeded: list[str]) -> Call
 
 
 @contextlib.contextmanager
-def no_python_randomness() -> Generator[None]:
-    """Raise CaptureError in the block where a model draws from numpy or Python, unless it sets the seed itself."""
+def no_python_randomness(model: nn.Module) -> Generator[None]:
+    """Raise CaptureError in the block where a model draws from numpy or Python, unless it sets the seed itself.
+
+    Generators that are attributes of modules are checked at the end of the block: none may have been drawn from.
+    """
+    own = {
+        f"{path}.{name}".lstrip("."): (value, pickle.dumps(value))
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+    }
     seeded: list[str] = []
     before: list[tuple[ModuleType, str, object]] = []
     for module in (np.random, random):
@@ -174,6 +184,12 @@ def no_python_randomness() -> Generator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+    drawn = [place for place, (value, kept) in own.items() if pickle.dumps(value) != kept]
+    if drawn:
+        raise CaptureError(
+            f"the model drew random numbers from {', '.join(drawn)} while it was traced, which a graph would freeze; draw with "
+            "torch"
+        )
     if not seeded and (random.getstate() != state[0] or repr(np.random.get_state(legacy=False)) != repr(state[1])):
         raise CaptureError(
             "the model drew random numbers from numpy or Python while it was traced, which a graph would freeze; draw with torch"

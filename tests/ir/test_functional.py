@@ -298,7 +298,17 @@ def overlapping_reads_between_writes(x: Tensor, y: Tensor) -> Tensor:
     return out * total
 
 
+def write_into_one_of_several_new_tensors(x: Tensor, y: Tensor) -> Tensor:
+    found = (x * y).topk(2)
+    values, places = found
+    values /= values.sum(-1, keepdim=True)
+    found[0].mul_(2.0)
+    values[:, :1].add_(values[:, 1:])
+    return values * y[:, :2] + places
+
+
 FUNCTIONS: tuple[Function, ...] = (
+    write_into_one_of_several_new_tensors,
     copy_into_a_detached_constant,
     copy_through_as_strided,
     copy_through_chunks,

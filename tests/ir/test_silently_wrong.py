@@ -138,7 +138,30 @@ def test_sizes_that_depend_on_values_are_guarded(size: str) -> None:
 
 # Values of inputs that Python reads in other ways than `.item()`.
 
+
+def _offsets(lengths: Tensor) -> list[Tensor]:
+    """Sums written into a tensor made by `torch.empty`, as ERNIE does."""
+    offsets = torch.empty(2, dtype=torch.long)
+    offsets[0] = 0
+    offsets[1:] = lengths.cumsum(0)[-1:]
+    return list(offsets)
+
+
+def _marked(first: Tensor, last: Tensor) -> Tensor:
+    """A mask written at places given by tuples of 0-d tensors, as UDOP does."""
+    mask = torch.ones(6, 4)
+    mask[(first, last), (first - 1, last - 1)] = 0.0
+    return mask
+
+
 READS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "write by tuples of 0-d tensors": lambda h, given: h * _marked(*given["lengths"]),
+    "padding by 0-d tensors": lambda h, given: F.pad(h, (0, 0, given["lengths"][0], 1))[2:8],
+    "counts in an empty tensor": lambda h, given: h[torch.arange(*_offsets(given["lengths"]))],
+    "new of a list": lambda h, given: h * (1 + h.new([True])) if given["labels"].new([1]).any() else h,
+    "repeated rows": lambda h, given: torch.repeat_interleave(h, given["lengths"].repeat(3), dim=0)[:6],
+    "repeated elements": lambda h, given: h + h.repeat_interleave(given["lengths"][:1], 0)[:6].mean(),
+    "masked_select": lambda h, given: h + h.masked_select((given["labels"] > 0)[:, None]).sum(),
     "arange of 0-d tensors": lambda h, given: h[torch.arange(given["lengths"][0] - 2, given["lengths"][1] + 2)],
     "narrow": lambda h, given: h.narrow(0, given["lengths"][0] - 2, 6),
     "split": lambda h, given: torch.cat(h.split(given["lengths"].tolist())).sum() + h,
@@ -286,6 +309,14 @@ DRAWS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 def test_random_numbers_of_numpy_and_python_are_refused(draw: str) -> None:
     with pytest.raises(CaptureError, match=r"test_silently_wrong.py:\d+: .*draw with torch"):
         capture(Between(DRAWS[draw]), batch())
+
+
+@pytest.mark.parametrize("generator", [np.random.default_rng(0), np.random.RandomState(0), random.Random(0)], ids=type)
+def test_generators_that_a_module_keeps_are_refused_by_name(generator: Any) -> None:
+    model = Between(lambda h, given: h * (1 + float(generator.random())))
+    model.first.noise = generator
+    with pytest.raises(CaptureError, match="random numbers from first.noise while it was traced"):
+        capture(model, batch())
 
 
 def test_random_numbers_that_decide_nothing_are_none() -> None:
