@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from zoo import (
     audio,
-    audio_lm,
     contrastive,
     encoder_decoder,
     hand_written,
-    hybrid,
     llava_like,
     many_modalities,
     mixture_of_experts,
-    nested,
-    ocr,
     packed_vision,
     qwen_like,
-    sparse,
+    readers,
     tiled,
     unusual_towers,
     video,
@@ -39,11 +35,7 @@ _TRANSFORMERS = (
     audio,
     many_modalities,
     contrastive,
-    nested,
-    sparse,
-    ocr,
-    hybrid,
-    audio_lm,
+    readers,
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for module in _TRANSFORMERS for family in module.FAMILIES}

@@ -13,6 +13,9 @@ _QWEN = "visual > language_model"
 _HEARING = "audio_tower > multi_modal_projector > language_model"
 _CONNECTED = "vision_model > connector > language_model"
 _DECODER = "encoder > language_model"
+_WHOLE_TOWER = "vision_tower > language_model"
+_MERGED = "vision_tower > merger > language_model"
+_ADAPTED = "vision_tower > vision_adapter > vision_projection > language_model"
 
 PATHS: dict[str, str] = {
     # LLaVA and its kin
@@ -67,6 +70,46 @@ PATHS: dict[str, str] = {
     "clip": "vision_model > visual_projection > language_model, text_model > text_projection > language_model",
     "siglip": "vision_model > language_model, text_model > language_model",
     "clap": "audio_model > audio_projection > language_model, text_model > text_projection > language_model",
+    # towers inside other modules, projectors for several layers
+    "pi0": "vision_tower > multi_modal_projector > vlm.language_model > language_model",
+    "t5gemma2": "vision_tower > multi_modal_projector > text_model > language_model",
+    "granite4_vision": "vision_tower > layerwise_projectors > language_model, vision_tower > spatial_projectors",
+    "granite_docling": "vision_model > language_model, vision_model > density_router > language_model",
+    # chosen experts and keys
+    "hy_v4_vl": _WHOLE_TOWER,
+    "inkling_mm_model": "vision_tower > language_model, audio_tower > language_model",
+    "inkling2": _WHOLE_TOWER,
+    "inkling2_loop": _WHOLE_TOWER,
+    "minimax_m3_vl": _LLAVA,
+    "mistral_large4": _LLAVA,
+    "qwen4_exp": _QWEN,
+    # documents
+    "hunyuan_vl": _WHOLE_TOWER,
+    "hyperclovax_vision_v2": "vision_model > projector > language_model",
+    "minicpm_ocr": _MERGED,
+    "minicpmv4_6": _MERGED,
+    "minicpmv4_7": _MERGED,
+    "molmo2": _LLAVA,
+    "pp_formulanet": _DECODER,
+    "qianfan_ocr": _LLAVA,
+    "unlimited_ocr": _LLAVA,
+    # several kinds of layers
+    "lfm3_vl": _LLAVA,
+    "muse_glimmer": _ADAPTED,
+    "muse_spark": _ADAPTED + ", audio_tower > language_model",
+    "nemotron_h_omni": "vision_model > multi_modal_projector > language_model, audio_tower > embed_audio > language_model",
+    "step3p7": "vision_model > multi_modal_projector > language_model",
+    # language models of speech and music
+    "fun_asr_nano": _HEARING,
+    "granite_speech_plus": "encoder > projector > language_model",
+    "moss_transcribe_diarize": _HEARING,
+    "nemo_speechlm": _HEARING,
+    "qwen3_asr": _HEARING,
+    "vibevoice_asr": "acoustic_tokenizer_encoder > multi_modal_projector > language_model, "
+    "semantic_tokenizer_encoder > multi_modal_projector",
+    "voxtral_realtime": _HEARING,
+    "musicflamingo": _HEARING,
+    "higgs_audio_v2": "language_model",
 }
 """Family -> its paths, separated by commas; a family that is one component has the path `language_model`."""
 

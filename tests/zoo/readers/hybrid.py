@@ -25,7 +25,7 @@ from zoo.parts import (
     repeat_rows,
     text_config,
 )
-from zoo.sparse import EXPERTS, grid_inputs
+from zoo.readers.sparse import EXPERTS, grid_inputs
 
 _MUSE_TOWER: dict[str, Any] = {
     **TOWER,
@@ -150,6 +150,7 @@ def _nemotron_h_omni_config() -> PretrainedConfig:
             num_mel_bins=16,
             subsampling_conv_channels=16,
             conv_kernel_size=5,
+            convolution_bias=False,  # a bias before a batch norm has only rounding for a gradient
             max_position_embeddings=64,
             projection_hidden_size=64,
             projection_bias=False,

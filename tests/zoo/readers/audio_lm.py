@@ -9,7 +9,6 @@ import torch
 from transformers import PretrainedConfig
 
 from zoo.family import IGNORE, Batch, Draw, Family, Size
-from zoo.hybrid import NEMOTRON_H
 from zoo.parts import (
     AUDIO,
     AUDIO_END,
@@ -23,6 +22,7 @@ from zoo.parts import (
     ones,
     text_config,
 )
+from zoo.readers.hybrid import NEMOTRON_H
 
 _MELS = 16
 _FRAMES = 80

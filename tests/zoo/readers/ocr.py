@@ -25,7 +25,7 @@ from zoo.parts import (
     text_config,
 )
 from zoo.qwen_like import MROPE, WINDOWED_TOWER
-from zoo.sparse import EXPERTS, grid_inputs
+from zoo.readers.sparse import EXPERTS, grid_inputs
 
 _SLICE_START, _SLICE_END, _NEWLINE = 995, 996, 997
 
