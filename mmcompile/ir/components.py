@@ -305,7 +305,8 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
     """Return the component of every node that is not shared.
 
     Nodes of a branch's modules belong to that branch, unless they read a component around it. Nodes of wrappers (the forward of
-    a module that holds branches), and of modules without parameters in them, belong to the component of the values they read.
+    a module that holds branches), and of modules without parameters in them, belong to the component of the values they read,
+    but terms of the loss to the language model.
     All other nodes belong to the language model.
     """
     owner: dict[fx.Node, str] = {}
@@ -330,7 +331,8 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
             continue
         else:
             last = [name for name in before if before - {name} <= upstream[name]]
-            owner[node] = last[0] if last and not _merges(node, tree, branches) else around[-1]
+            apart = last and not _merges(node, tree, branches) and not _is_scalar(node)
+            owner[node] = last[0] if apart else around[-1]
         for name in before - {owner[node]}:
             upstream[owner[node]] |= {name} | upstream[name]
     for node, otherwise in reversed(
@@ -340,6 +342,12 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
         earliest = [name for name in readers if not upstream[name] & set(readers)]
         owner[node] = (earliest or [otherwise])[0]
     return _settle(graph, owner)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """Return True if a node makes a tensor without dims: a term of the loss, which has no rows to send between components."""
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _merges(node: fx.Node, tree: _Tree, branches: Sequence[_Branch]) -> bool:

@@ -81,8 +81,9 @@ def completed(model: nn.Module, batch: Mapping[str, Any]) -> FlatBatch:
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise BatchError if a text has image, video or audio placeholder tokens, but the batch has too few image or audio tensors.
 
-    Many models would train on the placeholders' own embeddings then, without an error. Float inputs with two or more dims
-    count as media; as many are required as there are kinds of placeholders in the text.
+    Many models would train on the placeholders' own embeddings then, without an error. As many media are required as there are
+    kinds of placeholders in the text: float inputs with two or more dims, or codes (integers that are no mask, at least as many
+    as the text has of some placeholder, and not one for each token).
     """
     config, ids = getattr(_inner_model(model), "config", None), batch.get("input_ids")
     if config is None or not isinstance(ids, Tensor):
@@ -99,12 +100,18 @@ def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
         if counts[token]
     ]
     given = [name for name, value in batch.items() if isinstance(value, Tensor)]
-    media = [name for name in given if batch[name].is_floating_point() and batch[name].dim() > 1]
+    fewest = min(filter(None, counts.values()), default=0)
+    media = [name for name in given if batch[name].dim() > 1 and _is_media(batch[name], ids, fewest)]
     if len(found) > len(media):
         raise BatchError(
             f"input_ids hold {' and '.join(found)} but the batch has {f'only {media[0]}' if media else 'no media'}; got inputs "
             f"{', '.join(given)}; add what the processor returns for the media, or remove the placeholders"
         )
+
+
+def _is_media(value: Tensor, ids: Tensor, fewest: int) -> bool:
+    codes = value.numel() >= fewest and value.shape[:2] != ids.shape and bool((value > 1).any())
+    return value.is_floating_point() or codes and value.dtype != torch.bool
 
 
 def _inner_model(model: nn.Module) -> nn.Module:

@@ -29,6 +29,16 @@ def batch(*tokens: int, **media: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": ids, **{name: torch.ones([2] * rank) for name, rank in media.items()}}
 
 
+def test_codes_are_media() -> None:
+    given = batch(IMAGE, AUDIO, AUDIO, pixel_values=4)
+    codes, grid = torch.randint(2, 9, (1, 3, 2)), torch.tensor([[1, 2, 2]])
+    model = Model(image_token_id=IMAGE, audio_token_id=AUDIO)
+    assert "audio_codes" in completed(model, given | {"audio_codes": codes})
+    many = batch(*[IMAGE] * 4, *[AUDIO] * 4, pixel_values=4)
+    with pytest.raises(BatchError, match="only pixel_values"):
+        completed(model, many | {"image_grid": grid})
+
+
 @pytest.mark.parametrize(
     ("config", "given"),
     [
