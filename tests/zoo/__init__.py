@@ -16,6 +16,7 @@ from zoo import (
     packed_vision,
     qwen_like,
     readers,
+    speech,
     tiled,
     unusual_towers,
     video,
@@ -36,6 +37,7 @@ _TRANSFORMERS = (
     many_modalities,
     contrastive,
     readers,
+    speech,
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for module in _TRANSFORMERS for family in module.FAMILIES}

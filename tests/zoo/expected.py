@@ -13,6 +13,7 @@ _QWEN = "visual > language_model"
 _HEARING = "audio_tower > multi_modal_projector > language_model"
 _CONNECTED = "vision_model > connector > language_model"
 _DECODER = "encoder > language_model"
+_ONE = "language_model"
 _WHOLE_TOWER = "vision_tower > language_model"
 _MERGED = "vision_tower > merger > language_model"
 _ADAPTED = "vision_tower > vision_adapter > vision_projection > language_model"
@@ -135,7 +136,42 @@ PATHS: dict[str, str] = {
     "semantic_tokenizer_encoder > multi_modal_projector",
     "voxtral_realtime": _HEARING,
     "musicflamingo": _HEARING,
-    "higgs_audio_v2": "language_model",
+    "higgs_audio_v2": _ONE,
+    # speech and music
+    "wav2vec2": _ONE,
+    "wav2vec2_bert": _ONE,
+    "wav2vec2_conformer": _ONE,
+    "hubert": _ONE,
+    "sew": _ONE,
+    "sew_d": _ONE,
+    "unispeech": _ONE,
+    "unispeech_sat": _ONE,
+    "wavlm": _ONE,
+    "data2vec_audio": _ONE,
+    "omniasr_ctc": _ONE,
+    "parakeet_ctc": _ONE,
+    "parakeet_tdt": "encoder > encoder_projector > language_model",
+    "granite_speech5": _ONE,
+    "lasr_ctc": _ONE,
+    "audio_spectrogram_transformer": _ONE,
+    "speech_to_text": _DECODER,
+    "moonshine": _DECODER,
+    "moonshine_streaming": _DECODER,
+    "seamless_m4t": "speech_encoder > language_model",
+    "seamless_m4t_v2": "speech_encoder > language_model",
+    "speech_encoder_decoder": _DECODER,
+    "speecht5": _DECODER,
+    "pop2piano": _DECODER,
+    "canary": _DECODER,
+    "cohere_asr": "encoder > proj > language_model",
+    "kyutai_speech_to_text": _ONE,
+    "omniasr": _HEARING,
+    "speecht5_tts": _DECODER,
+    "fastspeech2_conformer": _DECODER,
+    "dia": _DECODER,
+    "csm": "codec_model > language_model",
+    "musicgen": "text_encoder > enc_to_dec_proj > language_model",
+    "musicgen_melody": "text_encoder > enc_to_dec_proj > language_model, audio_enc_to_dec_proj > language_model",
 }
 """Family -> its paths, separated by commas; a family that is one component has the path `language_model`."""
 
