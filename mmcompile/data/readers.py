@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,12 @@ _CHARACTERS_PER_TOKEN = 4.0
 """Characters per token of English text. [Empirical]"""
 
 
-def _estimated_tokens(text: str) -> int:
-    return math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
     """Options for reading files as sample shapes."""
 
     rule: PatchRule = PatchRule()
     """Patch rule of the encoder's processor, for images."""
-    count_tokens: Callable[[str], int] = _estimated_tokens
-    """Function that counts the tokens of a caption: the model's tokenizer, or an estimate."""
     prompt_tokens: int = 0
     """Number of text tokens that every sample has beside its caption."""
     max_samples: int | None = None
@@ -53,7 +47,7 @@ def read_stats(
     Args:
         source: a folder of images, a `.jsonl` of shapes, a `.json` of saved statistics, or
             `synthetic:NAME[:COUNT[:SEED]]`.
-        options: for folders: rule of patches, tokens of captions; `max_samples` for all but saved statistics.
+        options: for folders: rule of patches, tokens of the prompt; `max_samples` for all but saved statistics.
         progress: called with the samples read so far.
 
     Raises:
@@ -139,11 +133,11 @@ def shapes_of_folder(folder: str | os.PathLike[str], options: ReadOptions | None
         text = captions.get(name)
         if text is None and (sidecar := path.with_suffix(".txt")).is_file():
             text = "".join(line for _, line in _lines(sidecar)).strip()
-        tokens = 0 if text is None else options.count_tokens(text)
+        tokens = 0 if text is None else math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
         yield SampleShape(
             name=name,
             text_tokens=tokens + options.prompt_tokens,
-            images=options.rule.images(*image_size(path)),
+            images=(options.rule.patches(*image_size(path)),),
         )
 
 

@@ -23,26 +23,11 @@ FORMATS = ("png", "jpg", "gif", "bmp", "tiff", "webp")
         (PatchRule(patch=14), (28, 42), 6),
         (PatchRule(patch=14), (29, 43), 12),
         (PatchRule(patch=14, merge=2), (29, 29), 16),
-        (PatchRule(patch=14, merge=2, rounding="nearest"), (41, 30), 4),
         (PatchRule(patch=14), (1, 1), 1),
-        (PatchRule(patch=14, max_side=896), (1792, 896), 64 * 32),
-        (PatchRule(patch=14, max_side=896), (280, 140), 200),
-        (PatchRule(patch=14, merge=2, max_pixels=28 * 28 * 100), (2800, 2800), 400),
-        (PatchRule(patch=14, merge=2, min_pixels=28 * 28 * 100), (28, 28), 400),
     ],
 )
 def test_patches(rule: PatchRule, size: tuple[int, int], patches: int) -> None:
     assert rule.patches(*size) == patches
-
-
-def test_the_native_rule_is_that_of_qwen2_vl() -> None:
-    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    least, most = 56 * 56, 14 * 14 * 4 * 1280
-    rule = PatchRule(patch=14, merge=2, min_pixels=least, max_pixels=most, rounding="nearest")
-    for width, height in np.random.default_rng(0).integers(28, 4000, size=(300, 2)).tolist():
-        if max(width, height) / min(width, height) < 200:
-            tall, wide = processing.smart_resize(height, width, factor=28, min_pixels=least, max_pixels=most)
-            assert rule.patches(width, height) == tall * wide // 14**2, (width, height)
 
 
 @pytest.mark.parametrize(
@@ -50,50 +35,11 @@ def test_the_native_rule_is_that_of_qwen2_vl() -> None:
     [
         (lambda: PatchRule(patch=0), "a patch and a merge of at least 1"),
         (lambda: PatchRule(patch=14, side=7), "a side of at least one patch"),
-        (lambda: PatchRule(max_pixels=10), "max_pixels is 10; wanted at least min_pixels 0 and one merged patch, 196"),
     ],
 )
 def test_rules_that_make_no_patch_are_refused(rule: Callable[[], PatchRule], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rule()
-
-
-def test_crops_are_those_of_llava_next() -> None:
-    processing = pytest.importorskip("transformers.image_processing_utils")
-    points = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    rule = PatchRule.of(
-        {
-            "vision_config": {"patch_size": 14, "image_size": 336},
-            "image_grid_pinpoints": points,
-            "model_type": "llava_next",
-        }
-    )
-    for width, height in np.random.default_rng(0).integers(20, 3000, size=(300, 2)).tolist():
-        tall, wide = processing.select_best_resolution((height, width), points)
-        assert rule.images(width, height) == (576,) * (1 + tall * wide // 336**2), (width, height)
-
-
-@pytest.mark.parametrize(
-    ("config", "rule"),
-    [
-        ({"vision_config": {"patch_size": 14, "image_size": 384}}, PatchRule(patch=14, side=384)),
-        (
-            {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
-            PatchRule(patch=14, merge=2, min_pixels=3136, max_pixels=1003520, rounding="nearest"),
-        ),
-        (
-            {"vision_config": {"patch_size": 16, "image_size": 1024, "model_type": "pixtral"}, "spatial_merge_size": 2},
-            PatchRule(patch=16, merge=2, max_side=1024),
-        ),
-    ],
-)
-def test_rules_of_models(config: dict[str, object], rule: PatchRule) -> None:
-    assert PatchRule.of(config) == rule
-
-
-def test_a_model_without_patches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a config of model_type 'whisper' tells no patch size"):
-        PatchRule.of({"model_type": "whisper"})
 
 
 def forbid(*_: object) -> None:

@@ -61,12 +61,10 @@ def test_a_folder_of_images_with_captions(tmp_path: Path) -> None:
         Image.new("RGB", size).save(tmp_path / name)
     (tmp_path / "a.txt").write_text("four words are here\n")
     write_lines(tmp_path / "metadata.jsonl", '{"file_name": "b/c.JPG", "text": "three more words", "width": 3}')
-    options = ReadOptions(
-        rule=PatchRule(patch=14, merge=2), count_tokens=lambda text: len(text.split()), prompt_tokens=5
-    )
+    options = ReadOptions(rule=PatchRule(patch=14, merge=2), prompt_tokens=5)
     assert list(shapes_of_folder(tmp_path, options)) == [
-        SampleShape(name="a.png", text_tokens=9, images=(16,)),
-        SampleShape(name="b/c.JPG", text_tokens=8, images=(8 * 4,)),
+        SampleShape(name="a.png", text_tokens=10, images=(16,)),
+        SampleShape(name="b/c.JPG", text_tokens=9, images=(8 * 4,)),
         SampleShape(name="d.webp", text_tokens=5, images=(4,)),
     ]
 
