@@ -95,7 +95,7 @@ def step(name: str, count: int, seed: int, *, components: tuple[str, ...] = TWO,
     costs[-1] += costs[-1] ** 2 / 20_000
     if even:
         costs /= costs.sum(axis=1, keepdims=True)
-    return SampleCosts(components=components, costs=costs, lengths=lengths, memory_bytes=lengths * 10_000)
+    return SampleCosts(components=components, costs=costs, lengths=lengths)
 
 
 def timed(balancer: Balancer, costs: SampleCosts, grid: Grid, rounds: int) -> tuple[float, Assignment]:
@@ -114,9 +114,7 @@ def timed(balancer: Balancer, costs: SampleCosts, grid: Grid, rounds: int) -> tu
 def joint(seed: int, rounds: int) -> Iterator[Figure]:
     grid = Grid(num_replicas=(16, 16), num_microbatches=16)
     costs = step("dflop-mix", 2048, seed)
-    assert costs.memory_bytes is not None
-    limits = {name: int(row.sum() / 256 * 1.05) for name, row in zip(costs.components, costs.memory_bytes, strict=True)}
-    spent, found = timed(Joint(memory_limits=limits), costs, grid, rounds)
+    spent, found = timed(Joint(), costs, grid, rounds)
     yield Figure(name="joint: 2,048 samples into 256 buckets", value=spent, unit="ms", most=50)
     over = bottleneck(found, costs) / step_bound(costs, grid) - 1
     yield Figure(name="joint: over the lower bound", value=over * 100, unit="%", most=1)

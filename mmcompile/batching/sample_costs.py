@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.batching.balance.assignment import SampleCosts
-from mmcompile.costmodel.load import Polynomial
 from mmcompile.data.collate import Sample
 from mmcompile.data.sample import SampleShape
 from mmcompile.errors import PlanError
@@ -59,7 +58,6 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
     rows: dict[Geometry, SampleRows] = {}
     seconds: list[NDArray[np.float64]] = []
     lengths: list[NDArray[np.float64]] = []
-    saved: list[NDArray[np.float64]] = []
     members = towers(plan)
     for number, chains in enumerate(members.values(), 1):
         rates = _rates(plan, chains)
@@ -67,15 +65,12 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
             if rate.geometry not in rows:
                 rows[rate.geometry] = sizes.rows(rate.geometry)
         brought = [rows[rate.geometry] for rate in rates]
-        pairs = list(zip(rates, brought, strict=True))
-        seconds.append(np.sum([_seconds(rate, own) for rate, own in pairs], axis=0))
-        saved.append(np.sum([_at(rate.activation_bytes, own) for rate, own in pairs], axis=0))
+        seconds.append(np.sum([_seconds(rate, own) for rate, own in zip(rates, brought, strict=True)], axis=0))
         lengths.append(brought[-1 if number == len(members) else 0].rows)
     return SampleCosts(
         components=tuple(members),
         costs=np.array(seconds),
         lengths=np.rint(np.array(lengths)).astype(np.int64),
-        memory_bytes=np.rint(np.array(saved)).astype(np.int64),
     )
 
 
@@ -92,9 +87,6 @@ def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
 
 
 def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
-    return np.maximum(_at(rate.seconds, brought), _LEAST_ROW_S * brought.rows)
-
-
-def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:
     # The constant term is the fixed cost of a microbatch.
-    return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares
+    predicted = rate.seconds.per_token * brought.rows + rate.seconds.per_square * brought.squares
+    return np.maximum(predicted, _LEAST_ROW_S * brought.rows)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -31,12 +31,7 @@ class SampleCosts:
     A sample has work in a component if its cost there is above 0.
     """
     lengths: np.ndarray | None = None
-    """Tokens, int64 [components, samples], for algorithms that balance tokens.
-
-    The last component counts the whole interleaved sequence (OrchMLLM §6).
-    """
-    memory_bytes: np.ndarray | None = None
-    """Activation bytes of a sample while its microbatch runs, int64 [components, samples]."""
+    """Tokens, int64 [components, samples]; the last component counts the whole interleaved sequence (OrchMLLM §6)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "costs", _frozen(self.costs, np.float64))
@@ -45,13 +40,12 @@ class SampleCosts:
             raise ConfigError(f"costs have shape {shape}; wanted [{len(self.components)} components, samples]")
         if not np.isfinite(self.costs).all() or (self.costs < 0).any():
             raise ConfigError("a cost is negative or not finite; wanted seconds, 0 for a sample that takes no part")
-        for name in ("lengths", "memory_bytes"):
-            values = getattr(self, name)
-            if values is None:
-                continue
-            object.__setattr__(self, name, _frozen(values, np.int64))
-            if values.shape != shape or (values < 0).any():
-                raise ConfigError(f"{name} have shape {values.shape}; wanted {shape}, like costs, and none negative")
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", _frozen(self.lengths, np.int64))
+            if self.lengths.shape != shape or (self.lengths < 0).any():
+                raise ConfigError(
+                    f"lengths have shape {self.lengths.shape}; wanted {shape}, like costs, and none negative"
+                )
 
     @property
     def num_samples(self) -> int:
@@ -94,10 +88,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Assignment:
-    """Replica and microbatch of every sample of a step.
-
-    Assignments are equal if components, grid and all places are. `from_json` reads what `to_json` writes.
-    """
+    """Replica and microbatch of every sample of a step. Assignments are equal if components, grid and all places are."""
 
     components: tuple[str, ...]
     grid: Grid
@@ -192,40 +183,15 @@ class Assignment:
                 lines.append(f"  {replica}.{microbatch}: {_ranges(samples)}")
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """Return the assignment as a JSON object; replicas and microbatches are lists [components][samples]."""
-        return msgspec.json.encode(
-            _Wire(
-                components=self.components,
-                num_replicas=self.grid.num_replicas,
-                num_microbatches=self.grid.num_microbatches,
-                replica=self.replica.tolist(),
-                microbatch=self.microbatch.tolist(),
-            )
-        ).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Assignment:
-        """Return the assignment that `to_json` wrote as `text`. Raises ConfigError for any other text."""
-        try:
-            wire = msgspec.json.decode(text, type=_Wire)
-            return cls(
-                components=wire.components,
-                grid=Grid(num_replicas=wire.num_replicas, num_microbatches=wire.num_microbatches),
-                replica=np.array(wire.replica, dtype=np.int32),
-                microbatch=np.array(wire.microbatch, dtype=np.int32),
-            )
-        except (msgspec.MsgspecError, ValueError, OverflowError, VerifyError) as error:
-            raise ConfigError(f"not an assignment: {error}; give what Assignment.to_json wrote") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wire:
-    components: tuple[str, ...]
-    num_replicas: tuple[int, ...]
-    num_microbatches: int
-    replica: list[list[int]]
-    microbatch: list[list[int]]
+    def to_json(self) -> dict[str, Any]:
+        """Return components, grid and places as JSON values; replicas and microbatches are lists [components][samples]."""
+        return {
+            "components": self.components,
+            "num_replicas": self.grid.num_replicas,
+            "num_microbatches": self.grid.num_microbatches,
+            "replica": self.replica.tolist(),
+            "microbatch": self.microbatch.tolist(),
+        }
 
 
 def assignment_of(

@@ -27,7 +27,7 @@ class Balancer(ABC):
         """Assign every sample to a place in every component with work for it.
 
         Raises:
-            ConfigError: the costs lack lengths or memory that this balancer needs, or no assignment was found within its limits.
+            ConfigError: the costs lack lengths that this balancer needs, or no assignment was found within its limits.
         """
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:

@@ -1,10 +1,10 @@
 """Samples into buckets by an integer program: the least time h of the slowest bucket, proved, where the solver HiGHS can finish.
 
-    minimise h   subject to   sum_j x_ij = 1,   sum_i w_ci x_ij <= h for all components c,   sum_i b_ci x_ij <= 1 for memories
+    minimise h   subject to   sum_j x_ij = 1,   sum_i w_ci x_ij <= h for all components c
 
-x_ij is 1 if sample i is in bucket j, else 0; w_ci is its time in component c, and b_ci its memory there / the bucket's limit.
+x_ij is 1 if sample i is in bucket j, else 0; w_ci is its time in component c.
 
-Source: DFLOP Eq. 6, and memory limits.
+Source: DFLOP Eq. 6.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import coo_array, csr_array, hstack
 
 _LEAST_GAIN = 1e-6
 
@@ -34,13 +34,12 @@ class Limits:
 
 
 def better_buckets(
-    shares: np.ndarray, num_times: int, num_buckets: int, height: float, limits: Limits
+    shares: np.ndarray, num_buckets: int, height: float, limits: Limits
 ) -> tuple[np.ndarray | None, bool]:
     """Search a partition of samples into buckets in which the largest time of a bucket is below `height`.
 
     Args:
-        shares: float64 [samples, columns]: times / a lower bound on the largest time of a bucket, then memory / memory limit.
-        num_times: number of leading columns that are times, one for each component.
+        shares: float64 [samples, components]: times / a lower bound on the largest time of a bucket.
         height: largest time of any bucket in a known partition / the same lower bound.
 
     Returns:
@@ -59,7 +58,7 @@ def better_buckets(
         c=np.append(np.zeros(count * num_buckets), 1.0),
         integrality=np.append(np.ones(count * num_buckets), 0.0),
         bounds=Bounds(np.zeros_like(upper), upper),  # pyright: ignore[reportArgumentType]  (guessed from its defaults)
-        constraints=_constraints(shares[heaviest], num_times, num_buckets),
+        constraints=_constraints(shares[heaviest], num_buckets),
         options={"time_limit": limits.time_s, "node_limit": limits.nodes, "mip_rel_gap": 0.0},
     )
     if result.status == 2:  # infeasible: nothing is lower
@@ -71,25 +70,18 @@ def better_buckets(
     return bucket, True
 
 
-def _constraints(shares: np.ndarray, num_times: int, num_buckets: int) -> list[LinearConstraint]:
+def _constraints(shares: np.ndarray, num_buckets: int) -> list[LinearConstraint]:
     count, columns = shares.shape
     sample, bucket = np.divmod(np.arange(count * num_buckets), num_buckets)
     ones = np.ones(count * num_buckets)
     once = coo_array((ones, (sample, np.arange(len(sample)))), shape=(count, len(sample) + 1))
-    rows, variables, values = [], [], []
-    for column in range(columns):
-        rows += [bucket + column * num_buckets]
-        variables += [np.arange(len(sample))]
-        values += [shares[sample, column]]
-    rows += [np.arange(num_times * num_buckets)]
-    variables += [np.full(num_times * num_buckets, len(sample))]
-    values += [-np.ones(num_times * num_buckets)]
+    rows = [bucket + column * num_buckets for column in range(columns)]
     loads = coo_array(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(variables))),
-        shape=(columns * num_buckets, len(sample) + 1),
+        (shares[sample].T.ravel(), (np.concatenate(rows), np.tile(np.arange(len(sample)), columns))),
+        shape=(columns * num_buckets, len(sample)),
     )
-    most = np.append(np.zeros(num_times * num_buckets), np.ones((columns - num_times) * num_buckets))
+    below = hstack([loads, coo_array(-np.ones((columns * num_buckets, 1)))])
     return [
         LinearConstraint(csr_array(once), 1, 1),
-        LinearConstraint(csr_array(loads), -np.inf, most),  # pyright: ignore[reportArgumentType]  (guessed from its defaults)
+        LinearConstraint(csr_array(below), -np.inf, 0),  # pyright: ignore[reportArgumentType]  (guessed from its defaults)
     ]

@@ -15,16 +15,14 @@ _MIN_ROUND = 96
 """Least number of samples to place at once for which NumPy operations are faster than one sample at a time."""
 
 
-def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> np.ndarray:
+def lpt(weights: np.ndarray, num_bins: int) -> np.ndarray:
     """Assign samples to bins by LPT; return the bin of each sample, int64 [samples].
 
     Args:
         weights: [samples], none negative. Equal weights are taken in order of samples.
         num_bins: bins; of equally light ones the first is taken.
-        start: load of each bin beforehand, [bins]; zeros if not given.
     """
-    order = np.argsort(-weights, kind="stable")
-    return place_in_order(weights, order, num_bins, start)
+    return place_in_order(weights, np.argsort(-weights, kind="stable"), num_bins)
 
 
 def place_in_order(

@@ -11,8 +11,8 @@ from scipy.optimize import linear_sum_assignment
 _SPARE = 3
 """Number of dummy samples of weight 0 in the bucket with most samples. Exchanging a sample for a dummy moves the sample."""
 _LEAST_GAIN = 1e-12
-OVER = 100.0
-"""Factor on memory / memory limit of a bucket over its limit; the search lowers this product before any bucket's time."""
+_FAILED = 100.0
+"""Height added to a pair of buckets of which no exchange helped, so that others are tried first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,23 +27,18 @@ class Effort:
 
 
 class Buckets:
-    """Partition of samples into buckets, with loads kept up to date.
+    """Partition of samples into buckets, with loads (times / a lower bound on a bucket's largest time) kept up to date."""
 
-    Loads are times / a lower bound on the largest time of a bucket, and memories / memory limit.
-    """
-
-    def __init__(self, shares: np.ndarray, num_times: int, bucket: np.ndarray, num_buckets: int) -> None:
+    def __init__(self, shares: np.ndarray, bucket: np.ndarray, num_buckets: int) -> None:
         """Start from a partition.
 
         Args:
-            shares: float64 [samples, columns]: each sample's times / a lower bound on the slowest bucket, then memories / limit.
-            num_times: number of leading columns that are times.
+            shares: float64 [samples, columns]: each sample's times in the components / a lower bound on the slowest bucket.
             bucket: bucket of each sample at the start, int [samples].
         """
         self._nothing = len(shares)
         # Columns come first: they are few, and reductions over a short last axis are slow.
         self._shares = np.hstack([shares.T, np.zeros((shares.shape[1], 1))])
-        self._num_times = num_times
         counts = np.bincount(bucket, minlength=num_buckets)
         order = np.argsort(bucket, kind="stable")
         place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -60,37 +55,30 @@ class Buckets:
 
     @property
     def height(self) -> float:
-        """Largest height of a bucket: time / lower bound, or `OVER` (100) * memory / limit if it is over its memory limit."""
-        return float(self._heights(self._loads).max(initial=0.0))
+        """Largest time of a component in a bucket / the lower bound."""
+        return float(_largest(self._loads).max(initial=0.0))
 
     def refine(self, effort: Effort) -> None:
         """Lower the highest buckets until all are within the tolerance, no exchange helps, or the rounds are used up."""
         num_buckets = len(self._samples)
         failed = np.zeros((num_buckets, num_buckets))
         for _ in range(effort.rounds):
-            heights = self._heights(self._loads)
+            heights = _largest(self._loads)
             order = np.argsort(-heights, kind="stable")
             if heights[order[0]] <= 1 + effort.tolerance or num_buckets == 1:
                 return
             heavy = order[: max(1, min(effort.pairs, num_buckets // 2))]
             heavy, light = self._partners(heavy, order[len(heavy) :], failed)
             helped = self._exchange(heavy, light, heights)
-            failed[heavy[~helped], light[~helped]] = OVER
+            failed[heavy[~helped], light[~helped]] = _FAILED
             for changed in (heavy[helped], light[helped]):
                 failed[changed] = failed[:, changed] = 0.0
             if not helped.any() and (failed[order[0], order[1:]] > 0).all():
                 return
 
-    def _heights(self, loads: np.ndarray) -> np.ndarray:
-        height = _largest(loads[: self._num_times])
-        if self._num_times < len(loads):
-            memory = _largest(loads[self._num_times :])
-            height = np.where(memory > 1, OVER * memory, height)
-        return height
-
     def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
-        rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
+        rows, columns = linear_sum_assignment(_largest(halves) + failed[np.ix_(heavy, others)])
         return heavy[rows], others[columns]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
@@ -98,8 +86,8 @@ class Buckets:
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(
-            self._heights(self._loads[:, heavy, None, None] - change),
-            self._heights(self._loads[:, light, None, None] + change),
+            _largest(self._loads[:, heavy, None, None] - change),
+            _largest(self._loads[:, light, None, None] + change),
         ).reshape(len(heavy), -1)
         best = after.argmin(axis=1)
         helped = after[np.arange(len(heavy)), best] < heights[heavy] - _LEAST_GAIN

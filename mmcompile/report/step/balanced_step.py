@@ -137,7 +137,7 @@ class BalancedStep:
             "components": [_component_json(component) for component in self.components],
             "simulated_s": _change_json(self.simulated_s),
             "straggler_s": _change_json(self.straggler_s),
-            "assignment": msgspec.json.decode(self.assignment.to_json()),
+            "assignment": self.assignment.to_json(),
         }
         return found | ({"balancers": msgspec.to_builtins(self.balancers)} if self.balancers else {})
 

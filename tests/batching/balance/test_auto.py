@@ -72,7 +72,7 @@ def integer_optimum(weights: np.ndarray) -> float:
     """Least largest of 3 bins, by the integer program."""
     shares = weights[:, None] / (weights.sum() or 1.0)
     above = largest(shares.T, lpt(shares[:, 0], 3), 3) * 1.01 + 1e-9
-    bucket, proved = better_buckets(shares, 1, 3, above, Limits(time_s=60.0, nodes=10**6))
+    bucket, proved = better_buckets(shares, 3, above, Limits(time_s=60.0, nodes=10**6))
     assert proved and bucket is not None
     return largest(weights, bucket, 3)
 

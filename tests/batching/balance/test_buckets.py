@@ -1,17 +1,16 @@
-"""Joint buckets: optimal on small instances, near the bound on large ones, within memory."""
+"""Joint buckets: optimal on small instances, near the bound on large ones."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.oracles.balance_oracle import largest, mixed_step, optimum, partitions, random_costs
+from support.oracles.balance_oracle import largest, mixed_step, optimum, random_costs
 
 from mmcompile.batching.balance.assignment import Grid, SampleCosts
 from mmcompile.batching.balance.bucket_bounds import bottleneck, step_bound
 from mmcompile.batching.balance.buckets import Joint
 from mmcompile.batching.balance.integer_program import Limits, better_buckets
 from mmcompile.batching.balance.refine import Buckets, Effort
-from mmcompile.errors import ConfigError
 
 HEURISTIC = Joint(limits=Limits(variables=0))
 EXACT = Effort(tolerance=1e-9)
@@ -26,10 +25,10 @@ def test_exact_equals_trying_everything(seed: int) -> None:
 
 def test_exact_says_whether_it_is_proved() -> None:
     shares = np.array([[3.0], [3.0], [2.0], [2.0], [2.0]])
-    bucket, proved = better_buckets(shares, 1, 2, 7.0, Limits())
+    bucket, proved = better_buckets(shares, 2, 7.0, Limits())
     assert proved and bucket is not None and largest(shares.T, bucket, 2) == 6
-    assert better_buckets(shares, 1, 2, 6.0, Limits()) == (None, True)
-    assert better_buckets(shares, 1, 2, 7.0, Limits(variables=9)) == (None, False)
+    assert better_buckets(shares, 2, 6.0, Limits()) == (None, True)
+    assert better_buckets(shares, 2, 7.0, Limits(variables=9)) == (None, False)
 
 
 @pytest.mark.parametrize("name", ["dflop-mix", "llava-150k", "synthchartnet", "orchmllm-mix"])
@@ -40,54 +39,11 @@ def test_large_steps_are_within_one_percent_of_the_bound(name: str) -> None:
     assert bottleneck(found, costs) <= 1.01 * step_bound(costs, grid)
 
 
-@pytest.mark.parametrize("slack", [1.03, 1.5])
-def test_memory_limits_are_kept(slack: float) -> None:
-    costs, grid = mixed_step("dflop-mix", 2048), Grid(num_replicas=(16, 16), num_microbatches=16)
-    assert costs.memory_bytes is not None
-    limits = {
-        name: int(row.sum() / 256 * slack) for name, row in zip(costs.components, costs.memory_bytes, strict=True)
-    }
-    found = Joint(memory_limits=limits).assign(costs, grid)
-    for row, name in enumerate(costs.components):
-        assert found.sums(row, costs.memory_bytes[row]).max() <= limits[name]
-    assert bottleneck(found, costs) <= 1.01 * step_bound(costs, grid)
-
-
-def test_a_memory_limit_that_only_few_partitions_keep_is_kept() -> None:
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        memory = rng.integers(1, 50, 8)
-        limit = int(optimum(memory, 3))
-        costs = SampleCosts(components=("lm",), costs=rng.lognormal(0, 1, (1, 8)), memory_bytes=memory[None])
-        found = Joint(memory_limits={"lm": limit}, effort=EXACT).assign(costs, Grid(num_replicas=(3,)))
-        assert found.sums(0, memory).max() <= limit
-        fits = [bins for bins in partitions(8, 3) if largest(memory, bins, 3) <= limit]
-        best = min(largest(costs.costs, bins, 3) for bins in fits)
-        assert bottleneck(found, costs) == pytest.approx(best, rel=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("limits", "memory", "message"),
-    [
-        ({"lm": 10}, [[11, 1, 1]], "sample 0 needs 11 B in lm, a bucket has 10 B"),
-        ({"lm": 10}, [[6, 6, 6]], "bucket . needs 12 B in lm, it has 10 B .all samples: 18 B in 2 buckets"),
-        ({"lm": 10}, None, "the costs have no memory of samples"),
-        ({"vision": 10}, [[1, 1, 1]], "the costs have only lm"),
-    ],
-)
-def test_what_does_not_fit_is_refused(limits: dict[str, int], memory: list[list[int]] | None, message: str) -> None:
-    costs = SampleCosts(
-        components=("lm",), costs=np.ones((1, 3)), memory_bytes=None if memory is None else np.array(memory)
-    )
-    with pytest.raises(ConfigError, match=message):
-        Joint(memory_limits=limits).assign(costs, Grid(num_replicas=(2,)))
-
-
 def test_refining_keeps_its_loads_and_never_raises_the_highest() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         shares, start = rng.lognormal(0, 1, (40, 2)), rng.integers(0, 6, 40)
-        buckets = Buckets(shares, 2, start, 6)
+        buckets = Buckets(shares, start, 6)
         before = buckets.height
         assert before == pytest.approx(largest(shares.T, start, 6)) and buckets.bucket.tolist() == start.tolist()
         buckets.refine(Effort(tolerance=0.0))

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.oracles.balance_oracle import assignment_in
 from support.processes.cli_run import CONFIGS, Run
 
-from mmcompile.batching.balance.assignment import Assignment
 from mmcompile.batching.balance.registry import BALANCERS
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.plan import Plan
@@ -53,7 +53,7 @@ def test_json(run: Run, plan: Path) -> None:
     assert [component["name"] for component in found["components"]] == list(towers(Plan.load(plan)))
     assert found["simulated_s"]["after"] <= found["simulated_s"]["before"]
     assert found["straggler_s"]["saved"] == found["straggler_s"]["before"] - found["straggler_s"]["after"] > 0
-    assignment = Assignment.from_json(json.dumps(found["assignment"]))
+    assignment = assignment_in(found["assignment"])
     assert assignment.num_samples == found["samples"] == Plan.load(plan).global_batch
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
-from mmcompile.batching.balance.assignment import ABSENT, Assignment, SampleCosts
+from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts
 from mmcompile.data.synthetic import synthetic
 
 
@@ -65,7 +66,7 @@ def random_costs(seed: int, num_samples: int | None = None, num_components: int 
     costs[missing] = 0
     lengths = np.ceil(costs * 10).astype(np.int64)
     names = tuple(f"encoder{index}" for index in range(components - 1)) + ("language_model",)
-    return SampleCosts(components=names, costs=costs, lengths=lengths, memory_bytes=lengths * 1000)
+    return SampleCosts(components=names, costs=costs, lengths=lengths)
 
 
 def mixed_step(name: str, count: int, seed: int = 0) -> SampleCosts:
@@ -77,7 +78,16 @@ def mixed_step(name: str, count: int, seed: int = 0) -> SampleCosts:
     return SampleCosts(
         components=("vision", "language_model"),
         costs=np.stack([patches / patches.sum(), language / language.sum()]),
-        memory_bytes=np.stack([patches * 2_000, tokens * 10_000]).astype(np.int64),
+    )
+
+
+def assignment_in(values: dict[str, Any]) -> Assignment:
+    """Return the assignment whose `to_json` gave these JSON values."""
+    return Assignment(
+        components=tuple(values["components"]),
+        grid=Grid(num_replicas=tuple(values["num_replicas"]), num_microbatches=values["num_microbatches"]),
+        replica=np.array(values["replica"]),
+        microbatch=np.array(values["microbatch"]),
     )
 
 
