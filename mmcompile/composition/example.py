@@ -7,10 +7,10 @@ from torch import Tensor
 
 from mmcompile.composition.encoder import modality
 from mmcompile.composition.joined import JoinedModel
-from mmcompile.composition.merge import IGNORED_LABEL
 from mmcompile.composition.probe import images as random_images
 from mmcompile.composition.probe import sounds
 from mmcompile.errors import ConfigError
+from mmcompile.ir.sample_inputs import PlaceholderSpan, random_text
 
 _LEAD = 2
 """Number of text tokens before the first image, and between two images."""
@@ -33,7 +33,8 @@ def example_batch(
     """
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     batch: dict[str, Tensor] = {}
-    spans: list[tuple[int | None, int]] = []
+    counts: list[int] = []
+    spans: list[PlaceholderSpan] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name in model.encoder_names:
@@ -43,17 +44,19 @@ def example_batch(
             media = _media(model, name, batch_size * count, image_size)
             batch.update(media)
             tokens = model.num_tokens(name, media) // (batch_size * count)
-            spans += [(model.placeholders.get(name), tokens)] * count
+            counts += [tokens] * count
+            token = model.placeholders.get(name)
+            spans += [PlaceholderSpan(token=token, count=tokens)] * count if token is not None else []
         limit = getattr(config, "max_position_embeddings", None)
-        room = limit - sum(count for _, count in spans) if isinstance(limit, int) and limit > 0 else text_tokens
+        room = limit - sum(counts) if isinstance(limit, int) and limit > 0 else text_tokens
         length = min(text_tokens, room)
-        if length < _LEAD * (len(spans) + 1):
+        if length < _LEAD * (len(counts) + 1):
             raise ConfigError(
-                f"an example batch has {length} text tokens around {len(spans)} images or sounds of "
-                f"{sum(count for _, count in spans)} tokens in a language model of {limit} positions; wanted at least "
-                f"{_LEAD * (len(spans) + 1)}: pass a batch of your own"
+                f"an example batch has {length} text tokens around {len(counts)} images or sounds of "
+                f"{sum(counts)} tokens in a language model of {limit} positions; wanted at least "
+                f"{_LEAD * (len(counts) + 1)}: pass a batch of your own"
             )
-        batch.update(_text(int(config.vocab_size), batch_size, length, spans))
+        batch.update(random_text(int(config.vocab_size), batch_size, length, spans))
     return batch
 
 
@@ -77,22 +80,3 @@ def _media(model: JoinedModel, name: str, count: int, image_size: int) -> dict[s
             continue
         return media
     raise ConfigError(f"no example can be made for encoder {name!r}: {'; '.join(problems)}; pass a batch of your own")
-
-
-def _text(vocabulary: int, samples: int, text_tokens: int, spans: list[tuple[int | None, int]]) -> dict[str, Tensor]:
-    """Return `input_ids`, `attention_mask` and `labels` of random texts, int64 [samples, tokens] each.
-
-    Args:
-        text_tokens: number of tokens of a text besides placeholders.
-        spans: (placeholder token, number of placeholders) of each image or audio clip of a text; token None adds none.
-    """
-    placed = [(token, count) for token, count in spans if token is not None]
-    length = text_tokens + sum(count for _, count in placed)
-    ids = torch.randint(min(10, vocabulary - 1), vocabulary, (samples, length))
-    labels = ids.clone()
-    position = _LEAD
-    for token, count in placed:
-        ids[:, position : position + count] = token
-        labels[:, position : position + count] = IGNORED_LABEL
-        position += count + _LEAD
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from mmcompile.composition.encoder import Features
+from mmcompile.data.collate import IGNORED_LABEL
 from mmcompile.errors import BatchError, ConfigError
-
-IGNORED_LABEL = -100
 
 MergeFunction: TypeAlias = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
 """(embeddings [B, S, hidden], features by encoder, input_ids [B, S]) -> embeddings of the same shape."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from mmcompile.composition.encoder import Encoder, FeatureLayout, modality, para
 from mmcompile.errors import ConfigError
 from mmcompile.ir.compat import FakeTensorMode, fake_mode_of, transformers_eager_paths
 from mmcompile.ir.known_values import KnownValues, known_values
+from mmcompile.ir.sample_inputs import first_field
 
 _PROBED = 2
 """Number of images or audio clips in a probe. With two, the dim of images differs from dims of size 1."""
@@ -119,18 +119,18 @@ def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str
     config, takes = getattr(module, "config", None), parameters_of(module)
     dtype = dtype_of(module)
     main = next(iter(takes))
-    channels = _field(config, "num_channels", "in_channels", "in_chans", default=3)
-    size = _field(config, "image_size", default=side)
+    channels = first_field(config, "num_channels", "in_channels", "in_chans", default=3)
+    size = first_field(config, "image_size", default=side)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    patch = _field(config, "patch_size", default=16)
+    patch = first_field(config, "patch_size", default=16)
     if "grid_thw" in takes:  # patches of all images end to end, each with the frames of its time span
-        merge = _field(config, "spatial_merge_size", default=1)
+        merge = first_field(config, "spatial_merge_size", default=1)
         edge = max(1, side // (patch * merge)) * merge
-        values = channels * _field(config, "temporal_patch_size", default=1) * patch**2
+        values = channels * first_field(config, "temporal_patch_size", default=1) * patch**2
         grid = torch.tensor([[1, edge, edge]] * count)
         return {main: torch.randn(count * edge**2, values, dtype=dtype), "grid_thw": grid}
     if "spatial_shapes" in takes:  # patches of each image, padded to a common number
-        number = _field(config, "num_patches", default=(side // patch) ** 2)
+        number = first_field(config, "num_patches", default=(side // patch) ** 2)
         edge = int(number**0.5)
         found = {main: torch.randn(count, number, channels * patch**2, dtype=dtype)}
         found["spatial_shapes"] = torch.tensor([[edge, edge]] * count)
@@ -150,12 +150,12 @@ def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
     """
     config, main = getattr(module, "config", None), next(iter(parameters_of(module)))
     dtype = dtype_of(module)
-    bins = _field(config, "num_mel_bins", default=None)
+    bins = first_field(config, "num_mel_bins", default=None)
     if bins is not None:
-        positions = _field(config, "max_source_positions", default=None)
+        positions = first_field(config, "max_source_positions", default=None)
         if positions is not None:  # every second frame is a position
             yield {main: torch.randn(count, bins, 2 * positions, dtype=dtype)}
-        frames = _field(config, "max_length", default=1024)
+        frames = first_field(config, "max_length", default=1024)
         yield {main: torch.randn(count, frames, bins, dtype=dtype)}
     yield {main: torch.randn(count, _SAMPLING_RATE, dtype=dtype)}
 
@@ -163,7 +163,3 @@ def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
 def dtype_of(module: nn.Module) -> torch.dtype:
     """Return the dtype of the module's floating-point parameters; float32 if it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _field(config: Any, *names: str, default: Any) -> Any:
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), default)

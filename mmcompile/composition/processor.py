@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mmcompile.composition.encoder import default_inputs, modality, parameters_of
-from mmcompile.composition.merge import IGNORED_LABEL
 from mmcompile.composition.model import ComposedModel
 from mmcompile.composition.probe import dtype_of
-from mmcompile.data.collate import Value, join
+from mmcompile.data.collate import IGNORED_LABEL, Value, join
 from mmcompile.errors import BatchError, ConfigError
 
 _ASSISTANT = "assistant"

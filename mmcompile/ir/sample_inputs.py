@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def example_batch(
     if not hasattr(config, "get_text_config"):
         raise _unknown(f"{type(model).__name__} is no transformers model")
     takes = inspect.signature(model.forward).parameters
-    spans: list[_Span] = []
+    spans: list[PlaceholderSpan] = []
     batch: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def example_batch(
         if "input_features" in takes and audios:
             features = _audios(model, batch, batch_size * audios)
             spans += [_span(config, "audio", features)] * audios
-        batch.update(_text(config, batch_size, text_tokens, spans))
+        batch.update(random_text(_num_plain_tokens(config), batch_size, text_tokens, spans))
     if "mm_token_type_ids" in takes and spans:
         batch["mm_token_type_ids"] = (batch["labels"] == IGNORE).int()
     if "token_type_ids" in takes and spans:
@@ -67,18 +67,18 @@ def example_batch(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Span:
-    """Placeholder tokens of one image or audio clip, and the tokens that enclose them if the model has any."""
+class PlaceholderSpan:
+    """Placeholder tokens of one image or audio clip in a text, and the tokens that enclose them if the model has any."""
 
     token: int
     count: int
-    before: int | None
-    after: int | None
+    before: int | None = None
+    after: int | None = None
 
 
-def _span(config: Any, modality: str, count: int) -> _Span:
+def _span(config: Any, modality: str, count: int) -> PlaceholderSpan:
     kind = "vision" if modality == "image" else modality
-    return _Span(
+    return PlaceholderSpan(
         token=_token(config, modality),
         count=count,
         before=getattr(config, f"{kind}_start_token_id", None),
@@ -86,19 +86,29 @@ def _span(config: Any, modality: str, count: int) -> _Span:
     )
 
 
-def _text(config: Any, batch_size: int, text_tokens: int, spans: list[_Span]) -> dict[str, torch.Tensor]:
-    """Return random `input_ids`, `attention_mask` and `labels`, each [batch_size, tokens].
-
-    A row is two text tokens, then each span of placeholders followed by two text tokens, then all other text tokens.
-    """
+def _num_plain_tokens(config: Any) -> int:
+    # Token ids below this number are no special tokens, except those up to 16.
     special = [
         value
         for name, value in vars(config).items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     ]
-    ceiling = min([config.get_text_config().vocab_size, *(value for value in special if value > 16)])
+    return min([config.get_text_config().vocab_size, *(value for value in special if value > 16)])
+
+
+def random_text(
+    vocabulary: int, batch_size: int, text_tokens: int, spans: Sequence[PlaceholderSpan]
+) -> dict[str, torch.Tensor]:
+    """Return random `input_ids`, `attention_mask` and `labels`, each int64 [batch_size, tokens].
+
+    A row is two text tokens, then each span of placeholders followed by two text tokens, then all other text tokens.
+
+    Args:
+        vocabulary: number of token ids, of which text tokens are drawn; the first few are left out.
+        text_tokens: text tokens of a row, besides placeholders.
+    """
     length = text_tokens + sum(span.count for span in spans)
-    ids = torch.randint(min(10, ceiling - 1), ceiling, (batch_size, length))
+    ids = torch.randint(min(10, vocabulary - 1), vocabulary, (batch_size, length))
     labels = ids.clone()
     position = 2
     for span in spans:
@@ -130,7 +140,7 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
         raise _unknown("it takes pixel_values but has no vision_config")
     takes = inspect.signature(model.forward).parameters
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    channels = _first(vision, "num_channels", "in_channels", "in_chans", default=3)
+    channels = first_field(vision, "num_channels", "in_channels", "in_chans", default=3)
     if "image_grid_thw" in takes:
         patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", 1)
         side = max(1, image_size // (patch * merge)) * merge
@@ -142,7 +152,7 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
         raise _unknown(f"it takes {', '.join(sorted(unusual))}")
     if getattr(vision, "model_type", "") == "pixtral":
         raise _unknown("it takes images of any size (image_sizes)")
-    size = _first(vision, "image_size", default=image_size)
+    size = first_field(vision, "image_size", default=image_size)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     pinpoints = getattr(model.config, "image_grid_pinpoints", None)
     if pinpoints:
@@ -169,7 +179,7 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
     if audio is None:
         raise _unknown("it takes input_features but has no audio_config")
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    frames = 2 * _first(audio, "max_source_positions", default=1500)
+    frames = 2 * first_field(audio, "max_source_positions", default=1500)
     batch["input_features"] = torch.randn(count, audio.num_mel_bins, frames, dtype=dtype)
     mask = torch.ones(count, frames, dtype=torch.long)
     takes = inspect.signature(model.forward).parameters
@@ -193,7 +203,7 @@ def _num_features(
     mode = fake_mode_of(model)
     parameters = inspect.signature(getattr(owner, accessor)).parameters
     arguments = {name: value for name, value in inputs.items() if name in parameters}
-    with _fake_or_real(mode), torch.no_grad():
+    with mode or contextlib.nullcontext(), torch.no_grad():
         if mode is not None:
             arguments = {name: mode.from_tensor(value, static_shapes=True) for name, value in arguments.items()}
         try:
@@ -206,13 +216,8 @@ def _num_features(
     return sum(shape[0] * shape[1] if len(shape) == 3 else shape[0] for shape in shapes)
 
 
-@contextlib.contextmanager
-def _fake_or_real(mode: Any) -> Generator[None]:
-    with mode or contextlib.nullcontext():
-        yield
-
-
-def _first(config: Any, *names: str, default: Any) -> Any:
+def first_field(config: Any, *names: str, default: Any) -> Any:
+    """Return the first of some fields of a config that is there and not None, else `default`."""
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), default)
 
 
