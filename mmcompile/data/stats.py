@@ -85,7 +85,6 @@ class DatasetStats:
         *,
         name: str,
         max_samples: int = _MAX_SAMPLES,
-        seed: int = 0,
         progress: Progress | None = None,
     ) -> DatasetStats:
         """Read the shapes of a dataset once, in constant memory.
@@ -94,12 +93,11 @@ class DatasetStats:
             shapes: shapes of all samples, in any order.
             name: name of the dataset in reports.
             max_samples: largest number of shapes kept; a larger dataset is sampled uniformly (reservoir).
-            seed: seed of that sampling.
             progress: called every `_PROGRESS_EVERY` samples and at the end.
         """
         kept: list[SampleShape] = []
         heaps: dict[str, list[tuple[int, int, SampleShape]]] = {measure: [] for measure in _MEASURES}
-        generator = random.Random(seed)
+        generator = random.Random(0)
         count = 0
         for shape in shapes:
             for measure, weigh in _MEASURES.items():

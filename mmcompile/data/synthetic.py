@@ -65,8 +65,6 @@ class Synthetic:
     """Text that lists the dataset's published numbers, and their source."""
     assumed: str
     """Text that lists the dataset's properties for which no numbers are published, with the assumptions in their place."""
-    vision_ratio: float | None = None
-    """Published ratio of the vision encoder's work to the language model's; None if not published."""
 
 
 def synthetic(name: str, count: int | None = None, seed: int = 0) -> Iterator[SampleShape]:
@@ -128,7 +126,6 @@ _ENTRIES = (
         source=f"{_ENTRAIN}: vision to language model 1.27 with Llama3-3b (§4.7.3), the most variable of its four datasets; one "
         "chart and its table a sample, rendered at 120 DPI (dataset card)",
         assumed=f"both sizes, lognormal and independent; {_CHOSEN}",
-        vision_ratio=1.27,
     ),
     Synthetic(
         name="llava-150k",
@@ -143,7 +140,6 @@ _ENTRIES = (
         source=f"{_ENTRAIN}: vision to language model 2.43 over the dataset (Fig. 4.5, language model not named); COCO images, "
         "2.3 exchanges of about 460 characters a sample (dataset files)",
         assumed=f"lognormal lengths, independent of the image; {_CHOSEN}",
-        vision_ratio=2.43,
     ),
     Synthetic(
         name="chartqa",

@@ -41,13 +41,13 @@ class TensorShard:
         """Return this sharding with each part split into `replicas` parts. Raises ValueError if a block does not divide."""
         return replace(self, count=self.count * replicas, replicas=self.replicas * replicas)
 
-    def index(self, rank: int, replica: int = 0) -> int:
-        """Return the number, from 0 to `count` - 1, of the part that replica `replica` of rank `rank` holds.
+    def index(self, rank: int) -> int:
+        """Return the number, from 0 to `count` - 1, of the part that replica 0 of rank `rank` holds.
 
         Args:
             rank: tensor-parallel rank; ignored if the tensor is not sharded over ranks.
         """
-        return rank % (self.count // self.replicas) * self.replicas + replica
+        return rank % (self.count // self.replicas) * self.replicas
 
     @property
     def size(self) -> int:

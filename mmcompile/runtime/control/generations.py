@@ -173,9 +173,7 @@ class Generations:
         return all((member.node, worker) in workers for worker in range(member.num_workers))
 
     def _lose(self, member: Member, cause: str) -> None:
-        del self._connected[member.node]
-        self._draining.discard(member.node)
-        self._dead.add(member.incarnation)
+        self._forget(member.node)
         if self.phase is Phase.RESUMING:
             self._resume(give_up=False)
         elif self.phase is not Phase.ENDED and (member in self.members or self.phase is Phase.WAITING):
@@ -189,9 +187,7 @@ class Generations:
                 cause = f"{member.node} did not finish phase {self.phase} of generation {self.generation} in time"
                 self._send(member.node, msg.Refused(reason=cause, advice=msg.Advice.RESTART))
                 self._out.append(CloseLink(node=member.node))
-                del self._connected[member.node]
-                self._draining.discard(member.node)
-                self._dead.add(member.incarnation)
+                self._forget(member.node)
         self._reconfigure(f"{', '.join(member.node for member in silent)} held up phase {self.phase}", None)
 
     def _resume(self, *, give_up: bool) -> None:
@@ -384,6 +380,9 @@ class Generations:
         self._emit(EventKind.RELEASED, node=node)
         self._send(node, msg.Release(reason=reason, success=success))
         self._out.append(CloseLink(node=node))
+        self._forget(node)
+
+    def _forget(self, node: str) -> None:
         self._dead.add(self._connected.pop(node).incarnation)
         self._draining.discard(node)
 

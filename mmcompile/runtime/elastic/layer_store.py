@@ -19,7 +19,6 @@ from mmcompile.runtime.comm import wire
 from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer, RankState, parameter_of
 
 _VALUE, _STATE = "value/", "state/"
-_CPU = torch.device("cpu")
 
 
 class LayerStore:
@@ -29,7 +28,6 @@ class LayerStore:
         layers: parameters of each layer. A tied parameter is in several layers, under one name. Absent layers have no
             parameters.
         values: initial values of all parameters, by name. The store holds no parameters yet.
-        device: device on which parameters are kept.
 
     Attributes:
         state: parameters and optimizer of the worker.
@@ -40,12 +38,10 @@ class LayerStore:
         layers: Mapping[LayerId, Sequence[ParameterSpec]],
         values: Mapping[str, Tensor],
         optimizer: OptimizerSpec,
-        device: torch.device = _CPU,
     ) -> None:
         self.state = RankState(optimizer=RankOptimizer(optimizer))
         self._specs: dict[LayerId, dict[str, ParameterSpec]] = {}
         self._values = values
-        self._device = device
         self.learn(layers)
 
     def learn(self, layers: Mapping[LayerId, Iterable[ParameterSpec]]) -> None:
@@ -168,13 +164,13 @@ class LayerStore:
         return {name: spec for name, spec in self._specs.get(layer, {}).items() if spec.trainable}
 
     def _add(self, name: str, value: Tensor) -> None:
-        self.state.parameters[name] = nn.Parameter(value.detach().to(self._device, copy=True))
+        self.state.parameters[name] = nn.Parameter(value.detach().to("cpu", copy=True))
         self.state.optimizer.add(name, self.state.parameters[name])
 
     def _share_frozen(self, layer: LayerId) -> None:
         for name, spec in self._specs.get(layer, {}).items():
             if not spec.trainable and name not in self.state.parameters:
-                value = self._values[name].detach().to(self._device)
+                value = self._values[name].detach().cpu()
                 self.state.parameters[name] = nn.Parameter(value, requires_grad=False)
 
     def _drop(self, names: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from mmcompile.codegen.program import Port, PreparedMicrobatch, StageProgram
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.monitoring.timer import one_thread
 
+_CPU = torch.device("cpu")
 _RUNS = 2
 """Number of runs of a layer whose tensor sizes vary: one that compiles it, and one with other sizes, which may compile again."""
 
@@ -28,7 +29,6 @@ _RUNS = 2
 def warm_up(
     microbatches: Iterable[PreparedMicrobatch],
     parameters: Mapping[str, Tensor],
-    device: torch.device | str = "cpu",
     *,
     backend: str = "inductor",
 ) -> int:
@@ -41,18 +41,16 @@ def warm_up(
 
     Args:
         microbatches: at least one of every pattern that workers are to find compiled.
-        device: device on which workers compute. A process that has used a GPU cannot fork workers that use it: on a GPU, each
-            worker warms up itself.
 
     Raises:
         VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.
     """
-    device, before = torch.device(device), num_graphs()
-    tensors = {name: tensor.detach() for name, tensor in parameters.items()}
+    before = num_graphs()
+    tensors = {name: tensor.detach().cpu() for name, tensor in parameters.items()}
     runs: dict[tuple[str, ...], set[tuple[object, ...]]] = {}
-    with _alone(), one_thread(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with _alone(), one_thread(), torch.random.fork_rng(devices=[]):
         for microbatch in microbatches:
-            values = _Values(microbatch, tensors, device)
+            values = _Values(microbatch, tensors)
             for program in microbatch.programs.programs.values():
                 layers = canonical_layers(program.source, program.stage).values()
                 done = runs.setdefault(tuple(layer.text for layer in layers), set())
@@ -71,10 +69,9 @@ def num_graphs() -> int:
 class _Values:
     """Makes inputs and parameters to run the programs of one microbatch with, which compiles the programs."""
 
-    def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor]) -> None:
         self._microbatch = microbatch
         self._tensors = tensors
-        self.device = device
         self._known: dict[str, Tensor] = {}
         """Values sent between stages that are not random (integers, masks), by name."""
 
@@ -93,9 +90,8 @@ class _Values:
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
         names = [spec.name for spec in program.parameters] + list(program.buffers)
-        constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
-        held = {name: self._tensors[name].to(self.device) for name in names}
-        return replace(program, constants=constants), held
+        constants = {name: tensor.cpu() for name, tensor in program.constants.items()}
+        return replace(program, constants=constants), {name: self._tensors[name] for name in names}
 
     def _shape(self, port: Port) -> tuple[int, ...]:
         if port.kind == "link":
@@ -105,10 +101,10 @@ class _Values:
     def _tensor(self, port: Port) -> Tensor:
         if port.kind != "link":
             # Detached: a value without gradient stays so in the microbatch.
-            return self._microbatch.values[port.name].to(self.device).detach()
+            return self._microbatch.values[port.name].cpu().detach()
         dtype = torch_dtype(port.dtype)
         if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(self._shape(port), dtype=dtype, device=self.device)
+            return torch.randn(self._shape(port), dtype=dtype)
         if port.name not in self._known:
             # Random positions and masks would make no sense to who reads them.
             self._make(self._microbatch.programs.programs[port.peers[0]])
@@ -117,14 +113,14 @@ class _Values:
     def _make(self, program: StageProgram) -> None:
         """Run a program, and store its integer and boolean results for other programs: random indices would be invalid."""
         with torch.no_grad():
-            results = load_stage(*self.held(program), self.device)(*self.inputs(program, gradient=False))
+            results = load_stage(*self.held(program), _CPU)(*self.inputs(program, gradient=False))
         for port, value in zip(program.outputs, results, strict=True):
             if not (value.is_floating_point() or value.is_complex()):
                 self._known[port.name] = value
 
 
 def _run(program: StageProgram, values: _Values, backend: str) -> None:
-    stage = load_compiled_stage(*values.held(program), values.device, backend=backend)
+    stage = load_compiled_stage(*values.held(program), _CPU, backend=backend)
     inputs = values.inputs(program, gradient=program.has_backward)
     with torch.set_grad_enabled(program.has_backward):
         results, _ = stage.run_deferring(*inputs)

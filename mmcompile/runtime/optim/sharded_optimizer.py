@@ -57,7 +57,6 @@ class NewValues:
     Args:
         parameters: trainable parameters of this rank, by original name.
         shared: owner sets of the updated parameters, the same on all ranks.
-        bucket_bytes: bytes of parameters in one message, the same on all ranks; a larger parameter has a message of its own.
     """
 
     def __init__(
@@ -65,8 +64,6 @@ class NewValues:
         groups: Groups,
         parameters: Mapping[str, nn.Parameter],
         shared: Sequence[OwnerSet],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._works: list[Work] = []
         self._kept: list[Tensor] = []
@@ -74,7 +71,7 @@ class NewValues:
         self._received: list[tuple[Tensor, list[nn.Parameter]]] = []
         # Their buckets of gradients leave the second tag unused: no sums are sent to other owners.
         sharded = [item for item in shared if item.updater is not None]
-        for item, part, (_, tag) in buckets_of(sharded, parameters, groups.rank, bucket_bytes):
+        for item, part, (_, tag) in buckets_of(sharded, parameters, groups.rank, BUCKET_BYTES):
             assert item.updater is not None
             held = list(part.values())
             if groups.rank == item.updater:

@@ -139,7 +139,7 @@ def test_parts_of_tensor_parallel_ranks_are_shared_again_along_the_same_dim(tied
         whole = torch.arange(math.prod(shapes[name])).reshape(shapes[name])
         for rank in range(shard.count // 2):
             computes = ranks.shards[name].part(whole, rank) if name in ranks.shards else whole
-            held = [shard.part(whole, shard.index(rank, replica)) for replica in range(2)]
+            held = [shard.part(whole, shard.index(rank) + replica) for replica in range(2)]
             dim, blocks = cast("tuple[int, list[int]]", node.args[3:])
             assert torch.equal(TensorShard(dim=dim, blocks=tuple(blocks), count=2).joined(held), computes)
     # Vectors stay as the ranks hold them.
