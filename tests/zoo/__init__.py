@@ -1,4 +1,4 @@
-"""Tiny random models of 47 multimodal families of transformers and two of our own, with batches for each.
+"""Tiny random models of the multimodal families of transformers and two of our own, with batches for each.
 
 The only code about particular models: test data for a compiler that has none.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from zoo import (
     audio,
-    contrastive,
     encoder_decoder,
     hand_written,
     llava_like,
     many_modalities,
     mixture_of_experts,
     packed_vision,
+    pairs,
     qwen_like,
     readers,
     speech,
@@ -35,7 +35,7 @@ _TRANSFORMERS = (
     encoder_decoder,
     audio,
     many_modalities,
-    contrastive,
+    pairs,
     readers,
     speech,
 )

@@ -1,16 +1,20 @@
-"""Models with query tokens between tower and text (BLIP-2, Kosmos-2), and encoder-decoders that read pictures."""
+"""Models with query tokens between tower and text (BLIP-2, Kosmos-2, IDEFICS), and encoder-decoders that read pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from transformers import PretrainedConfig, VisionEncoderDecoderConfig
 
-from zoo.family import Batch, Draw, Family, Size
+from zoo.family import IGNORE, Batch, Draw, Family, Size
 from zoo.parts import (
     IMAGE,
     PLACEHOLDERS,
     QFORMER,
+    TEXT,
+    TOWER,
     VISION,
     VOCABULARY,
     Pretrained,
@@ -143,6 +147,79 @@ def _caption_inputs(draw: Draw, size: Size) -> Batch:
     }
 
 
+def _blip_config() -> PretrainedConfig:
+    return config(
+        "blip",
+        vision_config=dict(VISION),
+        text_config=dict(
+            TOWER,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=80,
+            projection_dim=32,
+            bos_token_id=1,
+            eos_token_id=2,
+            sep_token_id=3,
+        ),
+        projection_dim=32,
+        image_text_hidden_size=32,
+    )
+
+
+def _blip_caption_inputs(draw: Draw, size: Size) -> Batch:
+    """A picture and its caption, whose first three tokens are a prompt."""
+    batch = conversation(draw, size, [])
+    batch["labels"][:, :3] = IGNORE
+    batch["pixel_values"] = draw.normal(size.samples, 3, 56, 56)
+    return batch
+
+
+def _blip_question_inputs(draw: Draw, size: Size) -> Batch:
+    """A picture, a question and its answer, of which the last is shorter."""
+    answers = draw.tokens(size.samples, size.length // 2)
+    known = ones(*answers.shape)
+    known[-1, -2:] = 0
+    return {
+        "input_ids": draw.tokens(size.samples, size.length),
+        "attention_mask": ones(size.samples, size.length),
+        "pixel_values": draw.normal(size.samples, 3, 56, 56),
+        "decoder_input_ids": answers * known,
+        "decoder_attention_mask": known,
+        "labels": answers.masked_fill(known == 0, IGNORE),
+    }
+
+
+def _idefics_config() -> PretrainedConfig:
+    text: dict[str, Any] = {name: value for name, value in TEXT.items() if name != "num_key_value_heads"}
+    return config(
+        "idefics",
+        **text,
+        vision_config=dict(
+            embed_dim=64,
+            image_size=56,
+            intermediate_size=128,
+            patch_size=14,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+        ),
+        perceiver_config=dict(
+            use_resampler=True, resampler_n_latents=4, resampler_depth=2, resampler_n_heads=4, resampler_head_dim=16
+        ),
+        use_resampler=True,
+        cross_layer_interval=2,
+        freeze_text_layers=False,
+        freeze_vision_layers=False,
+    )
+
+
+def _idefics_inputs(draw: Draw, size: Size) -> Batch:
+    """Pictures with their rows; a token sees the last picture before it, and the first tokens see none."""
+    batch = conversation(draw, size, [(IMAGE, 1)] * size.media)
+    before = (batch["input_ids"] == IMAGE).cumsum(-1)
+    batch["image_attention_mask"] = (before[:, :, None] == torch.arange(1, size.media + 1)).long()
+    batch["pixel_values"] = draw.normal(size.samples, size.media, 3, 56, 56)
+    return batch
+
+
 def _family(
     name: str,
     class_name: str,
@@ -172,5 +249,14 @@ FAMILIES = (
         _vision_encoder_decoder_config,
         _caption_inputs,
         (16, 20),
+    ),
+    _family("blip", "BlipForConditionalGeneration", _blip_config, _blip_caption_inputs, (16, 20)),
+    _family("blip_questions", "BlipForQuestionAnswering", _blip_config, _blip_question_inputs, (16, 20)),
+    Family(
+        name="idefics",
+        model=Pretrained(class_name="IdeficsForVisionText2Text", config=_idefics_config),
+        inputs=_idefics_inputs,
+        first=Size(samples=2, length=24, media=1),
+        second=Size(samples=3, length=32, media=2),
     ),
 )

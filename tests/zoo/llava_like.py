@@ -22,6 +22,7 @@ from zoo.parts import (
     clip_tower,
     config,
     conversation,
+    repeat_rows,
     siglip_tower,
     text_config,
 )
@@ -209,6 +210,60 @@ def _deepseek_vl_config() -> PretrainedConfig:
     return config("deepseek_vl", vision_config=siglip_tower(), text_config=text_config(), image_token_id=IMAGE)
 
 
+_CODES = 10
+_CODEBOOK = 900
+
+
+def _chameleon_config() -> PretrainedConfig:
+    return config(
+        "chameleon",
+        **TEXT,
+        vq_config=dict(
+            embed_dim=8,
+            num_embeddings=_CODES,
+            latent_channels=8,
+            resolution=32,
+            base_channels=32,
+            channel_multiplier=[1, 1, 1],
+            num_res_blocks=1,
+        ),
+        vocabulary_map={
+            "<image>": IMAGE,
+            **{f"IMGIMG{'ABCDEFGHIJ'[code]}Z": _CODEBOOK + code for code in range(_CODES)},
+        },
+    )
+
+
+def _emu3_config() -> PretrainedConfig:
+    return config(
+        "emu3",
+        vq_config=dict(
+            codebook_size=_CODES,
+            embed_dim=4,
+            latent_channels=4,
+            base_channels=32,
+            channel_multiplier=[1, 1, 1],
+            num_res_blocks=1,
+            hidden_size=32,
+            attn_resolutions=[2],
+        ),
+        text_config=dict(TEXT, attention_dropout=0.0),
+        vocabulary_map={
+            "<image>": IMAGE,
+            "<|extra_200|>": _CODEBOOK + _CODES,
+            **{f"<|visual token {code:06d}|>": _CODEBOOK + code for code in range(_CODES)},
+        },
+    )
+
+
+def _emu3_inputs(draw: Draw, size: Size) -> Batch:
+    """Pictures of 8 x 8 codes, each row of which ends in a token of its own."""
+    batch = one_block(8 * 9, pixels=32)(draw, size)
+    if size.media:
+        batch["image_sizes"] = repeat_rows([32, 32], size.samples * size.media)
+    return batch
+
+
 FAMILIES = (
     _family("llava", "LlavaForConditionalGeneration", _llava_config, 16),
     _family("vipllava", "VipLlavaForConditionalGeneration", _vipllava_config, 16),
@@ -241,4 +296,13 @@ FAMILIES = (
     _family("janus", "JanusForConditionalGeneration", _janus_config, 16),
     _family("got_ocr2", "GotOcr2ForConditionalGeneration", _got_ocr2_config, 4, pixels=64),
     _family("deepseek_vl", "DeepseekVLForConditionalGeneration", _deepseek_vl_config, 16),
+    _family("chameleon", "ChameleonForConditionalGeneration", _chameleon_config, 64, pixels=32),
+    Family(
+        name="emu3",
+        model=Pretrained(class_name="Emu3ForConditionalGeneration", config=_emu3_config),
+        inputs=_emu3_inputs,
+        first=Size(samples=2, length=90, media=1),
+        second=Size(samples=3, length=170, media=2),
+        text_only=True,
+    ),
 )
