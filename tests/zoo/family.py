@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
-"""Inputs by the name `forward` gives them: tensors, and the `return_loss` flag of contrastive models."""
+"""Inputs by the name `forward` gives them: tensors, lists and dicts of labels, the `return_loss` flag of contrastive models."""
 
 IGNORE = -100
 """Label of a token that carries no loss."""
@@ -127,8 +127,13 @@ def pad_last_row(batch: Batch, *, side: Literal["left", "right"], count: int) ->
 
 
 def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with every floating-point tensor in `dtype`."""
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in batch.items()
-    }
+    """The batch with every floating-point tensor in `dtype`, also those in lists and dicts."""
+    return {name: _cast_value(value, dtype) for name, value in batch.items()}
+
+
+def _cast_value(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, dict):
+        return {name: _cast_value(item, dtype) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cast_value(item, dtype) for item in value)
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
