@@ -44,6 +44,15 @@ TOWER: dict[str, Any] = {
 VISION: dict[str, Any] = {**TOWER, "image_size": 56, "patch_size": 14}
 """Fields of a four-layer vision tower over 4 x 4 patches."""
 
+BERT: dict[str, Any] = {
+    **TOWER,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 80,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+"""Fields of a four-layer BERT without dropout."""
+
 PLACEHOLDERS: dict[str, Any] = {"image_token_id": IMAGE, "image_token_index": IMAGE}
 """The image placeholder under both names transformers gives it."""
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from zoo.family import Batch, Draw, Family, Size
-from zoo.parts import TOWER, VISION, VOCABULARY, Pretrained, config, ones
+from zoo.parts import BERT, TOWER, VISION, VOCABULARY, Pretrained, config, ones
 
 _END = 2
 _CAPTIONS: dict[str, Any] = {
@@ -49,15 +49,7 @@ def _picture_pairs(draw: Draw, size: Size) -> Batch:
 def _clap_config() -> PretrainedConfig:
     return config(
         "clap",
-        text_config=dict(
-            TOWER,
-            vocab_size=VOCABULARY,
-            num_hidden_layers=2,
-            max_position_embeddings=80,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            projection_dim=32,
-        ),
+        text_config=dict(BERT, num_hidden_layers=2, projection_dim=32),
         audio_config=dict(
             spec_size=64,
             num_mel_bins=16,
@@ -85,16 +77,6 @@ def _clip_pairs(draw: Draw, size: Size) -> Batch:
     return {**_captions(draw, size), "input_features": features, "is_longer": longer}
 
 
-_BERT: dict[str, Any] = {
-    **TOWER,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 80,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-"""Fields of a BERT-like text tower."""
-
-
 def _typed_pairs(draw: Draw, size: Size) -> Batch:
     """Pairs whose captions a BERT tokenizer made: with token types."""
     batch = _picture_pairs(draw, size)
@@ -103,14 +85,14 @@ def _typed_pairs(draw: Draw, size: Size) -> Batch:
 
 
 def _chinese_clip_config() -> PretrainedConfig:
-    return config("chinese_clip", vision_config=dict(VISION), text_config=dict(_BERT), projection_dim=32)
+    return config("chinese_clip", vision_config=dict(VISION), text_config=dict(BERT), projection_dim=32)
 
 
 def _altclip_config() -> PretrainedConfig:
     return config(
         "altclip",
         vision_config=dict(VISION),
-        text_config=dict(_BERT, pad_token_id=1, project_dim=32),
+        text_config=dict(BERT, pad_token_id=1, project_dim=32),
         projection_dim=32,
     )
 
@@ -174,7 +156,7 @@ def _align_config() -> PretrainedConfig:
             depth_coefficient=1.0,
             drop_connect_rate=0.0,
         ),
-        text_config=dict(_BERT),
+        text_config=dict(BERT),
         projection_dim=40,
     )
 
@@ -274,7 +256,7 @@ def _blip_config() -> PretrainedConfig:
     return config(
         "blip",
         vision_config=dict(VISION),
-        text_config=dict(_BERT, projection_dim=32, bos_token_id=1, sep_token_id=3),
+        text_config=dict(BERT, projection_dim=32, bos_token_id=1, sep_token_id=3),
         projection_dim=32,
         image_text_hidden_size=32,
     )

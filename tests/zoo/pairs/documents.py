@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from zoo.family import IGNORE, Batch, Draw, Family, Size
-from zoo.pairs.fused import BERT, classes, text
-from zoo.parts import IMAGE, TOWER, VOCABULARY, Pretrained, config, conversation
+from zoo.pairs.fused import classes, text
+from zoo.parts import BERT, IMAGE, TOWER, VOCABULARY, Pretrained, config, conversation
 
 _LABELS = 5
 

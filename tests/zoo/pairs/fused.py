@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from zoo.family import IGNORE, Batch, Draw, Family, Size
-from zoo.parts import IMAGE, TOWER, VISION, VOCABULARY, Pretrained, config, conversation, ones, siglip_tower
+from zoo.parts import BERT, IMAGE, TOWER, VISION, VOCABULARY, Pretrained, config, conversation, ones, siglip_tower
 
 _MASK = 4
 _MASKED = slice(2, 6)
-
-BERT: dict[str, Any] = {
-    **TOWER,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 80,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-"""Fields of a four-layer BERT without dropout."""
 
 
 def text(draw: Draw, size: Size) -> Batch:

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from zoo.family import Batch, Draw, Family, Size
-from zoo.pairs.fused import BERT, classes, text
-from zoo.parts import TOWER, VISION, VOCABULARY, Pretrained, config, ones
+from zoo.pairs.fused import classes, text
+from zoo.parts import BERT, TOWER, VISION, VOCABULARY, Pretrained, config, ones
 
 _PIXELS = 64
 _CLASSES = 3
