@@ -16,6 +16,8 @@ _DECODER = "encoder > language_model"
 _ONE = "language_model"
 _WHOLE_TOWER = "vision_tower > language_model"
 _MERGED = "vision_tower > merger > language_model"
+_TOWERS = "vision_model > language_model, text_model > language_model"
+_PROJECTED_TOWERS = "vision_model > visual_projection > language_model, text_model > text_projection > language_model"
 _ADAPTED = "vision_tower > vision_adapter > vision_projection > language_model"
 
 PATHS: dict[str, str] = {
@@ -68,9 +70,45 @@ PATHS: dict[str, str] = {
     "qwen2_5_omni": "audio_tower > language_model, visual > language_model",
     "whisper": _DECODER,
     # two towers and a loss over pairs
-    "clip": "vision_model > visual_projection > language_model, text_model > text_projection > language_model",
-    "siglip": "vision_model > language_model, text_model > language_model",
+    "clip": _PROJECTED_TOWERS,
+    "siglip": _TOWERS,
     "clap": "audio_model > audio_projection > language_model, text_model > text_projection > language_model",
+    "chinese_clip": _PROJECTED_TOWERS,
+    "altclip": _PROJECTED_TOWERS,
+    "metaclip_2": _PROJECTED_TOWERS,
+    "owlvit": _PROJECTED_TOWERS,
+    "owlv2": _PROJECTED_TOWERS,
+    "siglip2": _TOWERS,
+    "tipsv2": _TOWERS,
+    "align": "vision_model > language_model, text_model > text_projection > language_model",
+    "groupvit": _PROJECTED_TOWERS,
+    "blip_contrastive": _PROJECTED_TOWERS,
+    "xclip": "vision_model > visual_projection > mit > language_model, "
+    "vision_model > prompts_visual_layernorm > language_model, text_model > text_projection > language_model",
+    "videoprism": "video_model > language_model, text_model > language_model",
+    "clvp": "conditioning_encoder > speech_decoder_model > speech_encoder_model > language_model, "
+    "text_encoder_model > language_model",
+    # text read with a picture, with a page, with regions
+    "bridgetower": "text_model > cross_modal_text_transform > language_model, "
+    "vision_model > cross_modal_image_transform > language_model",
+    "bridgetower_masked": "text_model > cross_modal_text_transform > language_model, "
+    "vision_model > cross_modal_image_transform > language_model",
+    "lxmert": "r_layers > language_model, layer > language_model",
+    "visual_bert": "visual_projection > language_model",
+    "git": "image_encoder > visual_projection > language_model",
+    "git_video": "image_encoder > visual_projection > language_model",
+    "modernvbert": _CONNECTED,
+    "layoutlm": _ONE,
+    "layoutlmv3": "patch_embed > language_model",
+    "layoutlmv3_answers": "patch_embed > language_model",
+    "pix2struct": _DECODER,
+    "kosmos2_5": "vision_model > image_to_text_projection > language_model",
+    "clipseg": "clip.vision_model > language_model, clip.text_model > clip.text_projection > language_model",
+    "blip": "vision_model > language_model",
+    "blip_questions": "vision_model > text_encoder > language_model",
+    "idefics": "vision_model > perceiver_resampler > language_model",
+    "chameleon": "vqmodel > language_model",
+    "emu3": "vqmodel > language_model",
     # more encoders that merge patches themselves, and their mixtures of experts
     "glm46v": _QWEN,
     "glm_ocr": _QWEN,
