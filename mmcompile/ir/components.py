@@ -221,6 +221,8 @@ def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) 
     readers: dict[str, set[str]] = defaultdict(set)
     read: dict[str, set[str]] = defaultdict(set)
     matrices: set[str] = set()
+    tables: set[str] = set()
+    data = frozenset[str]().union(*(tree.values[node] or () for node in module.graph.nodes if node.op == "placeholder"))
     for node, name in owner.items():
         for source in node.all_input_nodes:
             before = owner.get(source, name)
@@ -230,7 +232,9 @@ def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) 
             parameter = source.op == "get_attr" and tree.values[source] is not None
             if parameter and attribute(module, str(source.target)).dim() > 1:
                 matrices.add(name)
-    data = frozenset[str]().union(*(tree.values[node] or () for node in module.graph.nodes if node.op == "placeholder"))
+                reached = tree.values[node] or frozenset()
+                if node.target is torch.ops.aten.embedding.default and reached and not reached & data:
+                    tables.add(name)
     into, known = {branch.name: branch.name for branch in kept}, {branch.name: branch for branch in kept}
     for branch in reversed(_in_order(owner, kept)):
         name, after = branch.name, {into.get(reader, _MAIN) for reader in readers[branch.name]}
@@ -244,7 +248,9 @@ def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) 
             into[name] = next(iter(read[name]))
         elif name not in matrices:
             into[name] = next(iter(read[name])) if len(read[name]) == 1 else _MAIN
-        elif not read[name] and not branch.sources & data and branch.module not in tree.numbered:
+        elif branch.module not in tree.numbered and not (
+            branch.sources & data if not read[name] else name not in tables
+        ):
             into[name] = _MAIN
     for name in into:
         while into.get(into[name], _MAIN) != into[name]:  # a norm joined a branch that joined another

@@ -215,7 +215,7 @@ def has_dynamic_shape(node: fx.Node) -> bool:
     if node.target is aten.index.Tensor:
         indices: Any = node.args[1]
         return any(isinstance(index, fx.Node) and is_boolean(index.meta["val"]) for index in indices)
-    if node.target is aten.repeat_interleave.self_Tensor:
+    if node.target in (aten.repeat_interleave.self_Tensor, aten.where.default):
         return True
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 

@@ -212,7 +212,8 @@ class _KnownDispatch(TorchDispatchMode):
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
         if func is aten.index.Tensor:  # tagged as of dynamic shape, which it only is under masks
             return any(is_boolean(index) for index in args[1])
-        return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        dynamic = func is aten.where.default or torch.Tag.dynamic_output_shape in func.tags
+        return dynamic or torch.Tag.data_dependent_output in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Return (args, kwargs, result) for indexing by a mask, or repeating by counts, whose real value is known.

@@ -68,6 +68,7 @@ class _LossOnly(nn.Module):
     Args:
         batch: real value of each tensor input, and plain values, which are fixed.
         options: further arguments of the model's forward.
+        known_buffers: whether Python may read the values of integer buffers.
         on_trace: called after a traced forward with the names of the parameters that get a gradient from it. A callback,
             because export removes attributes that a forward sets.
     """
@@ -78,9 +79,12 @@ class _LossOnly(nn.Module):
         batch: FlatBatch,
         options: Mapping[str, Any],
         on_trace: Callable[[frozenset[str]], None],
+        *,
+        known_buffers: bool,
     ) -> None:
         super().__init__()
         self.model = model
+        self.constants = _constants(model) if known_buffers else {}
         self._batch = batch
         self._options = options
         self._on_trace = on_trace
@@ -94,6 +98,9 @@ class _LossOnly(nn.Module):
         for name, value in inputs.items():
             if isinstance(value, FakeTensor):
                 known.learn(value, self._batch[name])
+        for name, buffer in self.model.named_buffers():
+            if name in self.constants and isinstance(buffer, FakeTensor):
+                known.learn(buffer, self.constants[name])
         with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(self.model), known_values(known):
             loss = self._loss(inputs)
         self._on_trace(trained_by(loss, dict(self.model.named_parameters())))
@@ -135,7 +142,13 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[int, ...]] | None = None) -> Trace:
+def export_step(
+    model: nn.Module,
+    batch: FlatBatch,
+    dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    known_buffers: bool = True,
+) -> Trace:
     """Capture `loss = model(**batch)` as one functional graph.
 
     Args:
@@ -143,6 +156,7 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
             are.
         batch: tensors (real values), and plain Python values, which are fixed.
         dynamic: input name -> dims to keep symbolic; the model's code may still fix some of them.
+        known_buffers: let Python read the values of integer buffers, if the forward changes none of them.
 
     Raises:
         BatchError: the model itself refused the batch.
@@ -152,7 +166,7 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
     tensors = {name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     with without_cache(model) as options, python_state_kept(model):
         trained: list[frozenset[str]] = []
-        wrapper = _LossOnly(model, batch, options, trained.append)
+        wrapper = _LossOnly(model, batch, options, trained.append, known_buffers=known_buffers)
         mode = fake_mode_of(model)
         inputs = (
             {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
@@ -164,6 +178,8 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
             )
     module = _rooted_at_model(exported.module(check_guards=False), model)
     functionalize(module.graph)
+    if changed_buffers(module.graph.nodes).keys() & wrapper.constants.keys():
+        return export_step(model, batch, dynamic, known_buffers=False)
     sizes = take_sizes(module.graph)
     _name_merges(module.graph)
     loss = _own_loss(module.graph)
@@ -178,6 +194,17 @@ def export_step(model: nn.Module, batch: FlatBatch, dynamic: Mapping[str, tuple[
     module.recompile()
     check_trained(module, trained[-1])
     return Trace(module=module, host=host, sizes=sizes, loss=loss)
+
+
+def _constants(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the integer buffers of a model by name, except those of norms, which count their batches."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.modules.batchnorm._NormBase):  # pyright: ignore[reportPrivateUsage]
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if type(buffer) is torch.Tensor and not buffer.is_floating_point() and not buffer.is_meta:
+                    found[name] = buffer.detach().clone()
+    return found
 
 
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:

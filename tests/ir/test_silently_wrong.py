@@ -116,6 +116,31 @@ def test_writes_into_factories_keep_their_gradient(factory: str, write: str) -> 
     assert_as_eager(Between(lambda h, given: h + WRITES[write](FACTORIES[factory](given["x"]), h, given["labels"])))
 
 
+# Integer buffers: constants of the model's own, which Python may read unless the forward changes them.
+
+
+class Strided(nn.Module):
+    """Takes every second row, by a buffer, as codecs of transformers do; with `counts`, by a buffer that its forward changes."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("stride", torch.tensor(2))
+        self.counts = counts
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(inputs["x"])[:: int(self.stride)]
+        if self.counts:
+            self.stride += 1
+        return {"loss": F.cross_entropy(self.last(hidden), inputs["labels"][:3])}
+
+
+def test_constant_buffers_are_read_and_changing_ones_refused() -> None:
+    assert_as_eager(Strided(counts=False))
+    with pytest.raises(CaptureError, match="a buffer that changes"):
+        capture(Strided(counts=True), batch())
+
+
 # Sizes that depend on values: another batch was said to hold.
 
 SIZES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
@@ -158,6 +183,7 @@ READS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "write by tuples of 0-d tensors": lambda h, given: h * _marked(*given["lengths"]),
     "padding by 0-d tensors": lambda h, given: F.pad(h, (0, 0, given["lengths"][0], 1))[2:8],
     "counts in an empty tensor": lambda h, given: h[torch.arange(*_offsets(given["lengths"]))],
+    "positions of a condition": lambda h, given: h[torch.where(given["labels"] >= 0)[0]].sum() + h,
     "new of a list": lambda h, given: h * (1 + h.new([True])) if given["labels"].new([1]).any() else h,
     "repeated rows": lambda h, given: torch.repeat_interleave(h, given["lengths"].repeat(3), dim=0)[:6],
     "repeated elements": lambda h, given: h + h.repeat_interleave(given["lengths"][:1], 0)[:6].mean(),

@@ -18,7 +18,7 @@ _WHOLE_TOWER = "vision_tower > language_model"
 _MERGED = "vision_tower > merger > language_model"
 _TOWERS = "vision_model > language_model, text_model > language_model"
 _PROJECTED_TOWERS = "vision_model > visual_projection > language_model, text_model > text_projection > language_model"
-_ADAPTED = "vision_tower > vision_adapter > vision_projection > language_model"
+_ADAPTED = "vision_tower > vision_adapter > language_model"
 
 PATHS: dict[str, str] = {
     # LLaVA and its kin
@@ -109,6 +109,7 @@ PATHS: dict[str, str] = {
     "idefics": "vision_model > perceiver_resampler > language_model",
     "chameleon": "vqmodel > language_model",
     "emu3": "vqmodel > language_model",
+    "apertus1p5": "vision_tokenizer > language_model, audio_tokenizer > language_model",
     # more encoders that merge patches themselves, and their mixtures of experts
     "glm46v": _QWEN,
     "glm_ocr": _QWEN,
@@ -138,11 +139,11 @@ PATHS: dict[str, str] = {
     # towers inside other modules, projectors for several layers
     "pi0": "vision_tower > multi_modal_projector > vlm.language_model > language_model",
     "t5gemma2": "vision_tower > multi_modal_projector > text_model > language_model",
-    "granite4_vision": "vision_tower > layerwise_projectors > language_model, vision_tower > spatial_projectors",
+    "granite4_vision": "vision_tower > layerwise_projectors > language_model, vision_tower > spatial_projectors > language_model",
     "granite_docling": "vision_model > language_model, vision_model > density_router > language_model",
     # chosen experts and keys
     "hy_v4_vl": _WHOLE_TOWER,
-    "inkling_mm_model": "vision_tower > language_model, audio_tower > language_model",
+    "inkling_mm_model": _WHOLE_TOWER,
     "inkling2": _WHOLE_TOWER,
     "inkling2_loop": _WHOLE_TOWER,
     "minimax_m3_vl": _LLAVA,
