@@ -1,10 +1,7 @@
 """`ctc_loss`: the loss of connectionist temporal classification as ops whose sizes do not depend on values.
 
-torch's op also returns a table with two columns for each label of the longest target, which its backward reads. So the table's
-size, and with it a graph, would hold for one longest target alone. Here lengths are tensors, and the backward computes the table
-again.
-
-Source: Graves et al., Connectionist Temporal Classification, ICML 2006; the kernels are torch's.
+torch's op also returns a table for its backward, with two columns for each label of the longest target. Here lengths are tensors,
+and the backward computes the table again. Source: Graves et al., ICML 2006; the kernels are torch's.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ def ctc_losses(
         blank: class that stands for no label.
         zero_infinity: True if the gradient of an infinite loss is zero.
     """
-    return _table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    return aten._ctc_loss(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, zero_infinity)[0]
 
 
 @torch.library.custom_op("mmcompile::ctc_gradient", mutates_args=())
@@ -45,35 +42,18 @@ def ctc_gradient(
     zero_infinity: bool,
 ) -> Tensor:
     """Return the gradient of `log_probs`, from the gradients `grad` [batch] of the sequences' losses."""
-    losses, table = _table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     lengths = input_lengths.tolist(), target_lengths.tolist()
+    losses, table = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
     return aten._ctc_loss_backward(grad, log_probs, targets, *lengths, losses, table, blank, zero_infinity)
 
 
-def _table(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
-) -> tuple[Tensor, Tensor]:
-    lengths = input_lengths.tolist(), target_lengths.tolist()
-    return aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
-
-
 @ctc_losses.register_fake
-def _(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
-) -> Tensor:
+def _(log_probs: Tensor, *rest: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
 
 
 @ctc_gradient.register_fake
-def _(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tensor:
+def _(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
@@ -108,10 +88,6 @@ def ctc_loss(
     losses = ctc_losses(log_probs, targets, inputs, labels, blank, zero_infinity)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)
-    match reduction:
-        case "mean":
-            return (losses / labels.clamp_min(1).to(losses.dtype)).mean()
-        case "sum":
-            return losses.sum()
-        case "none":
-            return losses[0] if alone else losses
+    if reduction == "none":
+        return losses[0] if alone else losses
+    return losses.sum() if reduction == "sum" else (losses / labels.clamp_min(1).to(losses.dtype)).mean()

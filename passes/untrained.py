@@ -43,9 +43,8 @@ def untrained(
     """
     trainable = [spec for spec in graph.parameters if spec.trainable]
     if not trainable:
-        yield UntrainedParameters(
-            what="nothing trains: every parameter is frozen", do="choose what trains with `train`", whole=True
-        )
+        what = "nothing trains: every parameter is frozen"
+        yield UntrainedParameters(what=what, do="choose what trains with `train`", whole=True)
         return
     silent = {row.component: row.trainable for row in report.components if row.trainable and not row.receiving}
     for name, count in silent.items():
@@ -62,14 +61,8 @@ def untrained(
                 do="check the dataset, or freeze it",
                 whole=True,
             )
-    specs = graph.specs
-    reported = {
-        specs[name].name
-        for component in graph.components
-        for layer in component.layers
-        for name in layer.parameters
-        if component.name in silent
-    }
+    layers = [layer for component in graph.components for layer in component.layers if component.name in silent]
+    reported = {graph.specs[name].name for layer in layers for name in layer.parameters}
     unused = [spec for spec in trainable if spec.name in report.unused - reported]
     if unused:
         names = sorted(spec.name for spec in unused)

@@ -19,6 +19,5 @@ from mmcompile.kernels.bitfield_attention.masks.builder import Prefix as Prefix
 from mmcompile.kernels.bitfield_attention.masks.builder import Text as Text
 from mmcompile.kernels.bitfield_attention.masks.builder import Video as Video
 from mmcompile.kernels.bitfield_attention.masks.builder import build_mask as build_mask
-from mmcompile.kernels.bitfield_attention.masks.convert import from_cornstarch as from_cornstarch
 from mmcompile.kernels.bitfield_attention.masks.convert import words_from_ids as words_from_ids
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs as visible_pairs

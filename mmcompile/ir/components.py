@@ -211,11 +211,9 @@ def _candidates(tree: _Tree) -> list[_Branch]:
 def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) -> list[_Branch]:
     """Return the branches that are left of `candidates` after those without blocks have joined their neighbours.
 
-    A candidate without blocks, or with plain numbered layers, joins the branch that alone reads it, or the only one that it reads
-    if that has no blocks either: convolutions in front of an encoder belong to it, and projections in a row are one projector.
-    (Not if the reader has other inputs too, as a text encoder behind an image encoder's projector.) One with vectors alone
-    (a norm) joins the branch it reads, if that is one, else the language model. A table of word embeddings that no single
-    branch reads belongs to the language model.
+    One without blocks, or with plain numbered layers, joins the branch that alone reads it (unless that has other inputs too), or
+    the only one that it reads if that has no blocks either. One with vectors alone (a norm) joins the branch it reads, if that
+    is one, else the language model, which also gets tables of word embeddings that no single branch reads.
     """
     owner, kept = _assign_until_pure(module.graph, tree, candidates)
     readers: dict[str, set[str]] = defaultdict(set)
@@ -352,8 +350,7 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
 
 def _is_scalar(node: fx.Node) -> bool:
     """Return True if a node makes a tensor without dims: a term of the loss, which has no rows to send between components."""
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and not value.dim()
+    return isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].dim()
 
 
 def _merges(node: fx.Node, tree: _Tree, branches: Sequence[_Branch]) -> bool:

@@ -1,4 +1,4 @@
-"""Conversion of other forms of a mask (ids per token, the bitfields of Cornstarch) into words, and a check of words."""
+"""Conversion of ids per token into the words of a mask, and a check of words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from mmcompile.kernels.bitfield_attention.masks.words import (
     document,
     pack,
 )
-
-_TEXT_BIT = 1
-_IGNORED_BIT = 1 << 62
 
 
 def words_from_ids(
@@ -58,41 +55,6 @@ def words_from_ids(
     _check_range("island ids", islands, MAX_INSTANCE, "number the islands of each document from 1")
     _check_range("modality bits", modalities, (1 << NUM_MODALITIES) - 1, f"use bits 0..{NUM_MODALITIES - 1}")
     return pack(causal=causal, document=documents.long(), instance=islands.long(), modalities=modalities.long())
-
-
-def from_cornstarch(bitfields: torch.Tensor) -> torch.Tensor:
-    """Return the words of a Cornstarch mask: one document, and an island for every distinct non-text bitfield.
-
-    A token with bit 0 set is text: it sees earlier tokens that share one of the low 62 bits. Any other token sees the
-    tokens with equal low 62 bits; 0 is padding.
-
-    Args:
-        bitfields: int64 [batch, tokens].
-
-    Returns:
-        int64 [batch, tokens].
-
-    Raises:
-        MaskError: text that uses a bit above 31, more than 65,535 distinct non-text bitfields, or another dtype.
-
-    Source: Cornstarch, `cornstarch/kernel/bitfield_attention.py`, whose predicate this repeats.
-    """
-    if bitfields.dtype != torch.int64 or bitfields.ndim != 2:
-        raise MaskError(f"bitfields are {bitfields.dtype} {list(bitfields.shape)}; wanted int64 [batch, tokens]")
-    low = bitfields & (_IGNORED_BIT - 1)
-    text = (low & _TEXT_BIT) != 0
-    _check_range(
-        "bits of text", torch.where(text, low, 0), (1 << NUM_MODALITIES) - 1, f"use bits 0..{NUM_MODALITIES - 1}"
-    )
-    distinct, index = torch.unique(torch.where(text, 0, low), return_inverse=True)
-    index = index if distinct.numel() and distinct[0] == 0 else index + 1  # 0 is text and padding
-    _check_range("distinct bitfields", index, MAX_INSTANCE, "split the batch")
-    return pack(
-        causal=text,
-        document=(low != 0).long(),
-        instance=torch.where(text, 0, index),
-        modalities=low & ((1 << NUM_MODALITIES) - 1),
-    )
 
 
 def check_words(words: torch.Tensor, positions: torch.Tensor) -> None:
