@@ -255,6 +255,7 @@ FAMILIES = (
             newline_id=_NEWLINE,
         ),
         _strip(4, token_types=True),
+        (44, 60),
     ),
     _family("molmo2", "Molmo2ForConditionalGeneration", _molmo2_config, _molmo2_inputs),
     _family(
