@@ -339,7 +339,7 @@ class _Pieces(_Parts):
 class _Codes(_Parts):
     def forward(self, codes: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
         tables: Any = self.parts["tables"]
-        heard = sum(table(codes[..., place]) for place, table in enumerate(tables))
+        heard: Any = sum(table(codes[..., place]) for place, table in enumerate(tables))
         return self.loss(torch.cat([heard, self.parts["tower"](pixels)], 1), labels)
 
 

@@ -164,7 +164,7 @@ def test_sizes_that_depend_on_values_are_guarded(size: str) -> None:
 # Values of inputs that Python reads in other ways than `.item()`.
 
 
-def _offsets(lengths: Tensor) -> list[Tensor]:
+def _offsets(lengths: Tensor) -> list[Any]:
     """Sums written into a tensor made by `torch.empty`, as ERNIE does."""
     offsets = torch.empty(2, dtype=torch.long)
     offsets[0] = 0

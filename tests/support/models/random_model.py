@@ -32,6 +32,9 @@ class RandomModel(nn.Module):
         frozen: bit i freezes parameter i.
     """
 
+    calls: Tensor
+    mean: Tensor
+
     def __init__(self, program: Sequence[Step], frozen: int) -> None:
         super().__init__()
         self.program = program
