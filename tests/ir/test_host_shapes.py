@@ -130,20 +130,28 @@ def test_a_model_that_asks_nothing_has_an_empty_program() -> None:
     assert found.host.run({"x": torch.randn(2, 4)}) == HostResult(reads=(), values={}, num_tokens=None)
 
 
-def test_a_mask_that_no_input_determines_is_refused_with_the_reason() -> None:
-    """Limit: values of buffers are not known while a model is captured."""
+class _Special(nn.Module):
+    """Takes the rows of a token that a buffer names, or of hidden values above the value of the buffer."""
 
-    class Buffered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(8, 4)
-            self.register_buffer("special", torch.tensor(3))
+    def __init__(self, special: Tensor) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.register_buffer("special", special)
 
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.embed(input_ids)[input_ids == self.get_buffer("special")].square().mean()
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        hidden, special = self.embed(input_ids), self.get_buffer("special")
+        mask = hidden.mean(-1) > special if special.is_floating_point() else input_ids == special
+        return {"loss": hidden[mask].square().mean()}
 
-    with pytest.raises(CaptureError, match="a size depends on values that are not known"):
-        capture(Buffered(), {"input_ids": torch.tensor([[1, 3, 3], [4, 3, 2]])})
+
+def test_a_mask_of_inputs_and_a_buffer_is_known_and_one_of_hidden_values_refused_with_the_reason() -> None:
+    batch = {"input_ids": torch.tensor([[1, 3, 3], [4, 3, 2]])}
+    model = _Special(torch.tensor(3))
+    assert difference(graph_outcome(model, capture(model, batch), batch), eager_outcome(model, batch)).identical
+    with pytest.raises(
+        CaptureError, match=r"a size depends on values .*test_host_shapes.py:\d+: return \{.loss.: hidden\[mask\]"
+    ):
+        capture(_Special(torch.tensor(0.0)), batch)
 
 
 def test_attribute_follows_a_dotted_path() -> None:
