@@ -225,6 +225,7 @@ def main() -> None:
             num_microbatches=NUM_MICROBATCHES,
             stages={"vision_tower": 1, "language_model": 1},
             balance=switch,
+            allow_unused=True,
             optimizer=optimizer,
         ) as engine,
     ):

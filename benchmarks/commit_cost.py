@@ -105,6 +105,7 @@ def run_plain(num_steps: int) -> None:
     with mm.parallelize(
         make_model(),
         make_batch(),
+        allow_unused=True,
         cluster=f"{NUM_NODES}x1xcpu",
         num_microbatches=NUM_MICROBATCHES // 2,
         stages={"vision_tower": 1, "language_model": 1},
@@ -232,6 +233,7 @@ def main() -> None:
             model,
             batch,
             plan,
+            allow_unused=True,
             data=make_data(),
             num_steps=FIRST_STEPS + options.steps,
             folder=Path(name),

@@ -139,6 +139,7 @@ def start(folder: Path, *, num_steps: int, num_kills: int, compile: bool) -> Ela
         model,
         batch,
         plan,
+        allow_unused=True,
         data=make_data(),
         num_steps=num_steps,
         folder=folder,
@@ -186,6 +187,7 @@ def run_plain(folder: str) -> None:
     with mm.parallelize(
         make_model(),
         collate(conversations(1)),
+        allow_unused=True,
         cluster=f"{NUM_NODES - 1}x1xcpu",
         num_microbatches=NUM_MICROBATCHES,
         optimizer=OPTIMIZER,
