@@ -79,7 +79,5 @@ def refuse_untrained(graph: ModelGraph) -> None:
     """Raise ConfigError, with names, if a parameter of a captured model is set to train and gets no gradient."""
     found = list(untrained(graph, analyse(GradientFlow(), graph)))
     if found:
-        raise ConfigError(
-            "\n".join(["what is set to train would not train:", *map(str, found)])
-            + "\nfreeze it (requires_grad_(False)), or give `allow_unused` to train the others"
-        )
+        remedy = "freeze it (requires_grad_(False)), or give `allow_unused` to train the others"
+        raise ConfigError("\n".join(("what is set to train would not train:", *map(str, found), remedy)))

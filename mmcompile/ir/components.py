@@ -335,7 +335,9 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
             continue
         else:
             last = [name for name in before if before - {name} <= upstream[name]]
-            apart = last and not _merges(node, tree, branches) and not _is_scalar(node)
+            # A tensor without dims is a term of the loss: it has no rows to send between components.
+            scalar = isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].dim()
+            apart = last and not scalar and not _merges(node, tree, branches)
             owner[node] = last[0] if apart else around[-1]
         for name in before - {owner[node]}:
             upstream[owner[node]] |= {name} | upstream[name]
@@ -348,15 +350,8 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
     return _settle(graph, owner)
 
 
-def _is_scalar(node: fx.Node) -> bool:
-    """Return True if a node makes a tensor without dims: a term of the loss, which has no rows to send between components."""
-    return isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].dim()
-
-
 def _merges(node: fx.Node, tree: _Tree, branches: Sequence[_Branch]) -> bool:
-    reach = tree.values[node]
-    assert reach is not None
-    return not any(reach <= branch.sources for branch in branches)
+    return not any((tree.values[node] or frozenset()) <= branch.sources for branch in branches)
 
 
 def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:

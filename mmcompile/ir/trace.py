@@ -17,6 +17,7 @@ from torch.fx.graph import CodeGen
 from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.compat import (
     FakeTensor,
+    OpOverload,
     fake_mode_of,
     is_mutating_op,
     plain_checkpointing,
@@ -274,10 +275,17 @@ def _copy_body(graph: fx.Graph, region: fx.GraphModule, inputs: list[fx.Node], *
 
 
 def _is_input(node: fx.Node) -> bool:
-    # In-place ops on an input return the input itself.
-    while is_mutating_op(node.target):
+    # In-place ops on an input return the input itself, and so do `to` and `contiguous` where there is nothing to do.
+    while is_mutating_op(node.target) or _returns_its_input(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
+
+
+def _returns_its_input(node: fx.Node) -> bool:
+    if node.op != "call_function" or not node.all_input_nodes or not isinstance(node.target, OpOverload):
+        return False
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    return bool(args) and isinstance(args[0], torch.Tensor) and node.target(*args, **kwargs) is args[0]
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -116,6 +116,23 @@ def test_writes_into_factories_keep_their_gradient(factory: str, write: str) -> 
     assert_as_eager(Between(lambda h, given: h + WRITES[write](FACTORIES[factory](given["x"]), h, given["labels"])))
 
 
+# Tensors that a region without gradient returns as they came.
+
+
+@pytest.mark.parametrize(
+    "look", [lambda h: h.to(h.dtype), lambda h: h.contiguous(), lambda h: F.dropout(h, 0.0, False)]
+)
+def test_a_tensor_looked_at_under_no_grad_keeps_its_gradient(look: Callable[[Tensor], Tensor]) -> None:
+    """An op with nothing to do returns its input; in the graph, the input is then a result of the region."""
+
+    def between(hidden: Tensor, given: Batch) -> Tensor:
+        with torch.no_grad():
+            positive = look(hidden).sum(-1, keepdim=True) > 0
+        return hidden.masked_fill(positive, 0.0)
+
+    assert_as_eager(Between(between))
+
+
 # Integer buffers: constants of the model's own, which Python may read unless the forward changes them.
 
 

@@ -109,6 +109,14 @@ def without_gradient(model: RandomModel, a: Tensor, b: Tensor, number: int, mask
 
 
 @step
+def looked_at(model: RandomModel, a: Tensor, b: Tensor, number: int, mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        same = a.to(a.dtype) if number % 2 else a.contiguous()  # the very same tensor, whose gradient stays
+        positive = model.linear(same, number) > 0
+    return torch.where(positive, a, b)
+
+
+@step
 def checkpointed(model: RandomModel, a: Tensor, b: Tensor, number: int, mask: Tensor) -> Tensor:
     return checkpoint(
         lambda x, y: model.linear(x, number).tanh() + y, a, b, use_reentrant=model.reentrant and bool(number % 2)
