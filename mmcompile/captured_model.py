@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,9 +78,11 @@ class CapturedModel:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of a Hugging Face model's language model; None for other models. Its fields differ by model family."""
+    """Return the config of a Hugging Face model's only text model, else its whole config; None for other models."""
     config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    with contextlib.suppress(AttributeError, ValueError):  # no text model, or several (MusicGen's encoder and decoder)
+        return config.get_text_config()
+    return config
 
 
 def padding(model: nn.Module) -> dict[str, int]:

@@ -25,8 +25,6 @@ from mmcompile.ir.host_shapes import attribute
 _MAIN = "language_model"
 INPUTS, OUTPUTS = "inputs", "outputs"
 Sources = frozenset[str]
-
-
 _Edges = tuple[tuple[str, str, tuple[str, ...]], ...]
 """(producer, consumer, names of the tensors that flow) of each edge between components."""
 
@@ -335,8 +333,7 @@ def _assign(graph: fx.Graph, tree: _Tree, branches: Sequence[_Branch]) -> dict[f
             continue
         else:
             last = [name for name in before if before - {name} <= upstream[name]]
-            # A tensor without dims is a term of the loss: it has no rows to send between components.
-            scalar = isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].dim()
+            scalar = not getattr(node.meta["val"], "shape", True)  # a term of the loss, which has no rows to send
             apart = last and not scalar and not _merges(node, tree, branches)
             owner[node] = last[0] if apart else around[-1]
         for name in before - {owner[node]}:
