@@ -138,7 +138,7 @@ PATHS: dict[str, str] = {
     "gemma4_unified": "embed_vision > language_model, embed_audio > language_model",
     # towers inside other modules, projectors for several layers
     "pi0": "vision_tower > multi_modal_projector > language_model, embed_action_time > language_model",
-    "t5gemma2": "vision_tower > multi_modal_projector > text_model > language_model",
+    "t5gemma2": "vision_tower > multi_modal_projector > encoder > language_model",
     "granite4_vision": "vision_tower > layerwise_projectors > language_model, vision_tower > spatial_projectors > language_model",
     "granite_docling": "vision_model > language_model, vision_model > density_router > language_model",
     # chosen experts and keys
