@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 import torch.utils.checkpoint
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,6 +32,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "enable_python_dispatcher",
     "fake_copy",
     "fake_mode_of",
     "is_mutating_op",

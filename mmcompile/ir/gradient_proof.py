@@ -1,4 +1,4 @@
-"""Proof of a capture: the graph trains exactly the parameters that the model itself trains; with weights, by the same gradients.
+"""Proof of a capture: gradients take the paths that they take in the model itself; with weights, they are the same numbers.
 
 While a model is traced, autograd records its forward on fake tensors as it would in training. That record is independent of the
 graph: of the rewriting of in-place ops, of inlined `no_grad` regions, and of what was taken for a constant.
@@ -7,7 +7,8 @@ graph: of the rewriting of in-place ops, of inlined `no_grad` regions, and of wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,38 @@ from torch.autograd.graph import Node
 
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture_errors import line_of_node
-from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode
+from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode, enable_python_dispatcher
 
 _SHOWN = 6
 _GRAPHED = ("torch._library.autograd", "mmcompile.ir.nodes")
 """Modules of autograd functions that a graph keeps as an op, with its backward: those of torch's custom ops, and our own."""
+_STEPS = {
+    **dict.fromkeys(
+        ("MmBackward", "AddmmBackward", "BmmBackward", "BaddbmmBackward", "MvBackward", "DotBackward"), "product"
+    ),
+    **dict.fromkeys(("ConvolutionBackward", "ScaledDotProduct"), "product"),
+    **dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), "norm"),
+    "EmbeddingBackward": "lookup",
+}
+"""Start of the name of an autograd node -> kind of step. Rewriting of in-place ops leaves these ops as they are."""
 
 
-def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of the parameters that get a gradient from a loss.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientPaths:
+    """Where autograd leads the gradient of a loss: from each product, norm or lookup to those before it, and to parameters."""
+
+    steps: Mapping[str, frozenset[str]]
+    """Products, norms and lookups, numbered by kind in order of execution (`product 0`), and `loss` -> what the gradient reaches
+    from it through other ops alone: such steps, and names of parameters."""
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient."""
+        return frozenset[str]().union(*self.steps.values()) - self.steps.keys()
+
+
+def gradient_paths(loss: Tensor, named: Mapping[str, Tensor]) -> GradientPaths:
+    """Return the paths that autograd recorded for a loss.
 
     Args:
         loss: result of a forward that autograd recorded.
@@ -36,58 +60,98 @@ def trained_by(loss: Tensor, named: Mapping[str, Tensor]) -> frozenset[str]:
         CaptureError: the backward runs Python that a graph does not have: an own `torch.autograd.Function`.
     """
     names = {id(parameter): name for name, parameter in named.items()}
-    found: set[str] = set()
-    for step in _recorded(loss):
+    recorded = list(_recorded(loss))
+    labels: dict[Node, str] = {}
+    numbers = Counter[str]()
+    for step in sorted(recorded, key=lambda step: step._sequence_nr()):  # pyright: ignore[reportPrivateUsage]
+        _check_not_python(step)
+        kind = next((kind for prefix, kind in _STEPS.items() if step.name().startswith(prefix)), None)
         variable = getattr(step, "variable", None)
-        own = type(step)._forward_cls if isinstance(step, BackwardCFunction) else None  # type: ignore[attr-defined]  # pyright: ignore
-        if own is not None and own.__module__ not in _GRAPHED:
-            raise CaptureError(
-                f"the model uses the autograd function {own.__module__}.{own.__qualname__}, whose backward is Python that a "
-                "graph does not have, so gradients would be wrong; express it with tensor ops (a straight-through estimator: "
-                "`x + (hard(x) - x).detach()`)"
-            )
         if variable is not None and id(variable) in names:
-            found.add(names[id(variable)])
-    return frozenset(found)
+            labels[step] = names[id(variable)]
+        elif kind is not None:
+            labels[step] = f"{kind} {numbers[kind]}"
+            numbers[kind] += 1
+    reached: dict[Node | None, frozenset[str]] = {None: frozenset()}
+    for step in recorded:
+        sources = [source for source, _ in step.next_functions]
+        reached[step] = frozenset().union(*({labels[s]} if s in labels else reached[s] for s in sources))
+    steps = {labels[step]: reached[step] for step in labels if getattr(step, "variable", None) is None}
+    first = loss.grad_fn
+    return GradientPaths(steps={**steps, "loss": frozenset({labels[first]}) if first in labels else reached[first]})
+
+
+def _check_not_python(step: Node) -> None:
+    own = type(step)._forward_cls if isinstance(step, BackwardCFunction) else None  # type: ignore[attr-defined]  # pyright: ignore
+    if own is not None and own.__module__ not in _GRAPHED:
+        raise CaptureError(
+            f"the model uses the autograd function {own.__module__}.{own.__qualname__}, whose backward is Python that a "
+            "graph does not have, so gradients would be wrong; express it with tensor ops (a straight-through estimator: "
+            "`x + (hard(x) - x).detach()`)"
+        )
 
 
 def _recorded(loss: Tensor) -> Generator[Node]:
-    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(waiting)
+    """Each step of the backward of a loss, after all that it leads to."""
+    waiting = [(loss.grad_fn, False)] if loss.grad_fn is not None else []
+    seen: set[Node] = set()
     while waiting:
-        node = waiting.pop()
-        yield node
-        following = [source for source, _ in node.next_functions if source is not None and source not in seen]
-        seen.update(following)
-        waiting += following
+        node, expanded = waiting.pop()
+        if expanded:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(source, False) for source, _ in node.next_functions if source is not None]
 
 
-def check_trained(module: fx.GraphModule, trained: frozenset[str]) -> None:
-    """Run a captured graph on fake tensors, and compare the parameters that get a gradient with those of the model.
+def check_gradients(module: fx.GraphModule, wanted: GradientPaths) -> None:
+    """Run a captured graph on fake tensors, and compare the paths of its gradient with those of the model.
 
     Args:
         module: captured graph; parameters are attributes under their original names.
-        trained: parameters that get a gradient from the model's own forward; for tied parameters, any of the names.
+        wanted: paths recorded in the model's own forward; for tied parameters, under any of the names.
 
     Raises:
-        CaptureError: parameters get a gradient on one side only.
+        CaptureError: parameters get a gradient on one side only, or by other paths.
     """
     loss, named = _fake_loss(module)
-    got = trained_by(loss, named)
-    if got == trained:
+    got = gradient_paths(loss, named)
+    if got == wanted:
         return
-    parts = []
-    for what, names in (("none in the graph", trained - got), ("one in the graph only", got - trained)):
+    parts: list[str] = []
+    for what, names in (
+        ("none in the graph", wanted.trained - got.trained),
+        ("one in the graph only", got.trained - wanted.trained),
+    ):
         if names:
             paths = sorted({_path(module, name) for name in names})
-            shown = ", ".join(sorted(names)[:_SHOWN]) + (
-                f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            )
-            parts.append(f"{what}: {shown} (read by {', '.join(paths[:3])})")
+            parts.append(f"{what}: {_some(names)} (read by {', '.join(paths[:3])})")
+    if parts:
+        difference = f"parameters that get a gradient in the model and {'; '.join(parts)}"
+    else:
+        difference = f"all parameters get a gradient, but by other paths: {_other_paths(got, wanted)}"
     raise CaptureError(
-        "the captured graph does not train what the model trains; parameters that get a gradient in the model and "
-        f"{'; '.join(parts)}; nothing was planned or trained. Please report the model and the batch"
+        f"the captured graph does not train what the model trains; {difference}; nothing was planned or trained. Please report "
+        "the model and the batch"
     )
+
+
+def _other_paths(got: GradientPaths, wanted: GradientPaths) -> str:
+    """The first step from which the gradient leads elsewhere."""
+    only = wanted.steps.keys() ^ got.steps.keys()
+    if only:
+        return f"{_some(only)} in {'the model' if only & wanted.steps.keys() else 'the graph'} only"
+    step = next(step for step, reached in wanted.steps.items() if got.steps[step] != reached)
+    lost, more = wanted.steps[step] - got.steps[step], got.steps[step] - wanted.steps[step]
+    reads = _some([name for name in wanted.steps[step] if name not in wanted.steps])
+    return f"from {step} (it reads {reads}) " + " and ".join(
+        f"to {_some(names)} in {where} only" for names, where in ((lost, "the model"), (more, "the graph")) if names
+    )
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _path(module: fx.GraphModule, parameter: str) -> str:
@@ -201,6 +265,7 @@ def _fake_loss(module: fx.GraphModule) -> tuple[Tensor, dict[str, Tensor]]:
     runner = _OnFakes(module, FakeTensorMode())
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [runner.fake(value) if isinstance(value, Tensor) else value for value in values]
-    with runner.mode, torch.enable_grad():
+    # Export decomposes recurrent layers in Python; with its dispatcher, they are recorded in the same steps here.
+    with runner.mode, enable_python_dispatcher(), torch.enable_grad():
         results = runner.run(*inputs)
     return results[0], runner.fakes

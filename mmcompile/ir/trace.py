@@ -24,7 +24,7 @@ from mmcompile.ir.compat import (
     transformers_eager_paths,
 )
 from mmcompile.ir.functional import NO_GRAD, changed_buffers, functionalize
-from mmcompile.ir.gradient_proof import check_trained, trained_by
+from mmcompile.ir.gradient_proof import GradientPaths, check_gradients, gradient_paths
 from mmcompile.ir.graph import LossInfo, results_of
 from mmcompile.ir.host_shapes import HostProgram, attribute, has_dynamic_shape, reads_value, split_host_program
 from mmcompile.ir.implementations import packed_towers, traceable_experts
@@ -70,7 +70,7 @@ class _LossOnly(nn.Module):
         batch: real value of each tensor input, and plain values, which are fixed.
         options: further arguments of the model's forward.
         known_buffers: whether Python may read the values of integer buffers.
-        on_trace: called after a traced forward with the names of the parameters that get a gradient from it. A callback,
+        on_trace: called after a traced forward with the paths of its gradient. A callback,
             because export removes attributes that a forward sets.
     """
 
@@ -79,7 +79,7 @@ class _LossOnly(nn.Module):
         model: nn.Module,
         batch: FlatBatch,
         options: Mapping[str, Any],
-        on_trace: Callable[[frozenset[str]], None],
+        on_trace: Callable[[GradientPaths], None],
         *,
         known_buffers: bool,
     ) -> None:
@@ -104,7 +104,7 @@ class _LossOnly(nn.Module):
                 known.learn(buffer, self.constants[name])
         with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(self.model), known_values(known):
             loss = self._loss(inputs)
-        self._on_trace(trained_by(loss, dict(self.model.named_parameters())))
+        self._on_trace(gradient_paths(loss, dict(self.model.named_parameters())))
         return loss
 
     def _loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -166,8 +166,8 @@ def export_step(
     # Copies, as export leaves marks on the tensors it is given, with which a later capture of them would fail.
     tensors = {name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     with without_cache(model) as options, python_state_kept(model):
-        trained: list[frozenset[str]] = []
-        wrapper = _LossOnly(model, batch, options, trained.append, known_buffers=known_buffers)
+        recorded: list[GradientPaths] = []
+        wrapper = _LossOnly(model, batch, options, recorded.append, known_buffers=known_buffers)
         mode = fake_mode_of(model)
         inputs = (
             {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
@@ -193,7 +193,7 @@ def export_step(
             module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
-    check_trained(module, trained[-1])
+    check_gradients(module, recorded[-1])
     return Trace(module=module, host=host, sizes=sizes, loss=loss)
 
 

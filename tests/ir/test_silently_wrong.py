@@ -314,7 +314,35 @@ def test_the_proof_finds_a_lost_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_proof_reads_autograds_own_record() -> None:
     model = Between(lambda h, given: h.detach())
     loss = model(**batch())["loss"]
-    assert gradient_proof.trained_by(loss, dict(model.named_parameters())) == {"last.weight", "last.bias"}
+    paths = gradient_proof.gradient_paths(loss, dict(model.named_parameters()))
+    assert paths.trained == {"last.weight", "last.bias"}
+    assert paths.steps == {"loss": {"product 0"}, "product 0": {"last.weight", "last.bias"}}
+
+
+def test_the_proof_finds_a_lost_path_where_all_parameters_still_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum around a layer detached: every parameter gets a gradient, and it is wrong."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+            hidden = self.first(x)
+            kept = hidden.clone()
+            kept += self.middle(hidden)
+            return {"loss": F.cross_entropy(self.last(kept), labels)}
+
+    lost = functional._update
+
+    def detaching(graph: Any, node: Any, target: Any) -> Any:
+        return lost(graph, node, functional._call(graph, node, torch.ops.aten.detach.default, target))
+
+    monkeypatch.setattr(functional, "_update", detaching)
+    with pytest.raises(
+        CaptureError, match=r"by other paths: from product 2 \(it reads last.bias, last.weight\) to product 0 in the model only"
+    ):
+        capture(Around(), batch())
 
 
 def test_gradients_and_loss_are_compared_with_eager_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,214 @@
+"""Every check of one family: graph against eager on four batches, with parts frozen, its components, and a step of the engine."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from support.oracles.eager import Difference, difference, eager_outcome, graph_outcome, misfit
+
+import mmcompile as mm
+from mmcompile.errors import MMCompileError
+from mmcompile.ir.capture import Capture, capture
+from mmcompile.ir.graph import ModelGraph
+from zoo import Batch, Family
+from zoo.expected import PATHS, edges_of, kinds_of
+from zoo.refused import REFUSED
+
+TOLERANCE = 1e-5
+LONGER_TEXT = 9
+"""Tokens added for the check of longer text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """A batch that was run through a captured graph and through the eager model."""
+
+    ok: bool
+    misfit: str
+    """Why the batch needed a new graph (another bucket): other `sizes` or `values read`; empty if it did not."""
+    text: str
+    """`identical`, or the differences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the matrix: a family that was captured, or was refused, or failed."""
+
+    family: str
+    mode: str = ""
+    nodes: int = 0
+    capture_s: float = 0.0
+    components: tuple[tuple[str, int], ...] = ()
+    """Name and number of layers."""
+    unexpected: str = ""
+    """How components and edges differ from those in `zoo.expected`; empty if they do not."""
+    dynamic: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Input and its dims that may vary without a new capture."""
+    captured_batch: Check | None = None
+    other_values: Check | None = None
+    """The captured sizes with other tokens, pixels and sounds."""
+    longer_text: Check | None = None
+    """The captured samples and media, with more tokens."""
+    other_size: Check | None = None
+    """More samples, longer text and, where the model takes it, more media a sample."""
+    frozen: Check | None = None
+    """The captured batch, captured anew with parts of the model frozen: the first of `freezings` that differs, if any."""
+    engine: Check | None = None
+    """A step of SGD in the engine, by a plan made for one device, against one of eager: loss and updated parameters."""
+    reasons: tuple[str, ...] = ()
+    """Why better modes do not hold."""
+    refusal: str = ""
+    """Message of the error with which capture, plan or engine refused the family; empty if none did."""
+    failure: str = ""
+    """What ended the process that checked the family; empty if nothing did."""
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        """Column -> check, of the checks that were made."""
+        made = {
+            "captured batch": self.captured_batch,
+            "other values": self.other_values,
+            "longer text": self.longer_text,
+            "other size": self.other_size,
+            "parts frozen": self.frozen,
+            "engine step": self.engine,
+        }
+        return {column: check for column, check in made.items() if check is not None}
+
+    @property
+    def passed(self) -> bool:
+        """True if the family is right in every column."""
+        return len(self.checks) == 6 and not self.wrong
+
+    @property
+    def refused(self) -> bool:
+        """True if the family is refused with the message that `zoo.refused` expects, and right in all columns before."""
+        expected = REFUSED.get(self.family)
+        return expected is not None and re.search(expected, self.refusal) is not None and not self._differences
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """What differs from eager or from what is expected; empty if the family is right or refused as expected."""
+        if self.refused:
+            return ()
+        unexpected = (f"refused, unexpectedly: {self.refusal}",) if self.refusal else ()
+        return (*self._differences, *unexpected, *((self.failure,) if self.failure else ()))
+
+    @property
+    def _differences(self) -> tuple[str, ...]:
+        failed = [f"{column}: {check.text}" for column, check in self.checks.items() if not check.ok]
+        return (*failed, *((self.unexpected,) if self.unexpected else ()))
+
+
+def check_family(family: Family) -> Row:
+    """Capture a family, and make all checks until one is refused."""
+    model = family.build()
+    batch, second = family.batch(), family.second_batch()
+    longer = replace(family.first, length=family.first.length + LONGER_TEXT)
+    row = Row(family=family.name)
+    started = time.perf_counter()
+    try:
+        captured = capture(model, batch, dynamic=second)
+        graph = captured.graph
+        row = replace(
+            row,
+            capture_s=time.perf_counter() - started,
+            mode=graph.mode.value,
+            nodes=sum(node.op == "call_function" for node in graph.module.graph.nodes),
+            components=tuple((component.name, len(component.layers)) for component in graph.components),
+            unexpected=_unexpected(family.name, graph),
+            dynamic=tuple((name, tuple(dims)) for name, dims in graph.dynamic.items()),
+            reasons=(*graph.reasons, *((graph.loss.reason,) if graph.loss.reason else ())),
+        )
+        row = replace(row, captured_batch=_check(model, captured, batch, batch))
+        row = replace(row, other_values=_check(model, captured, batch, family.draw(family.first, seed=7)))
+        row = replace(row, longer_text=_check(model, captured, batch, family.draw(longer, seed=8)))
+        row = replace(row, other_size=_check(model, captured, batch, second))
+        row = replace(row, frozen=_frozen(model, graph, batch))
+        return replace(row, engine=_engine_step(family, batch))
+    except MMCompileError as error:
+        return replace(row, refusal=str(error))
+
+
+def _check(model: torch.nn.Module, captured: Capture, batch: Batch, other: Batch) -> Check:
+    """Run `other` through the graph captured on `batch` if it holds, else through a new one."""
+    why = misfit(model, captured, other)
+    if why is not None:
+        captured = capture(model, other, dynamic=batch, reference=captured.graph.components)
+    found = _compared(model, captured, other)
+    return Check(ok=found.within(TOLERANCE), misfit=why or "", text="identical" if found.identical else str(found))
+
+
+def _compared(model: torch.nn.Module, captured: Capture, batch: Batch) -> Difference:
+    """The graph's outcome beside eager's, from the same random numbers."""
+    torch.manual_seed(0)
+    got = graph_outcome(model, captured, batch)
+    torch.manual_seed(0)
+    return difference(got, eager_outcome(model, batch))
+
+
+def _unexpected(name: str, graph: ModelGraph) -> str:
+    """How the components of a family differ from the expected ones; empty if they do not."""
+    paths = PATHS.get(name)
+    if paths is None:
+        return "zoo.expected has no line for it"
+    edges, kinds = {(a, b) for a, b, _ in graph.edges}, {c.name: c.kind.value for c in graph.components}
+    if (edges, kinds) == (edges_of(paths), kinds_of(paths)):
+        return ""
+    found = ", ".join(f"{a} > {b}" for a, b in sorted(edges)) or ", ".join(kinds)
+    return f"found {found}; expected {paths}"
+
+
+def freezings(graph: ModelGraph) -> Iterator[tuple[str, frozenset[str]]]:
+    """(what is frozen, names of parameters that train): a model's front, its back, and all but its vectors.
+
+    The front are the encoders and projectors, or half of the layers where there is one component.
+    """
+    specs, parts = graph.specs, [{p for layer in c.layers for p in layer.parameters} for c in graph.components]
+    if len(parts) == 1:
+        layers = [set(layer.parameters) for layer in graph.components[0].layers]
+        parts = [set().union(*layers[: len(layers) // 2]), set().union(*layers[len(layers) // 2 :])]
+    back = frozenset(specs[name].name for name in parts[-1])
+    front = frozenset(specs[name].name for part in parts[:-1] for name in part) - back
+    vectors = frozenset(spec.name for spec in graph.parameters if len(spec.shape) < 2)
+    for what, trains in (("front", back), ("back", front), ("all but vectors", vectors)):
+        if trains:
+            yield what, trains
+
+
+def _frozen(model: torch.nn.Module, graph: ModelGraph, batch: Batch) -> Check:
+    worst = ""
+    for what, trains in freezings(graph):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trains)
+        if not model(**batch)["loss"].requires_grad:  # a tokenizer of pixels in front, whose codes have no gradient
+            continue
+        found = _compared(model, capture(model, batch), batch)
+        if not found.within(TOLERANCE):
+            return Check(ok=False, misfit="", text=f"{what} frozen: {found}")
+        worst = worst or ("" if found.identical else str(found))
+    model.requires_grad_(True)
+    return Check(ok=True, misfit="", text=worst or "identical")
+
+
+def _engine_step(family: Family, batch: Batch) -> Check:
+    """Compare a planned step of the engine on `batch`, which counts as one sample, with one of eager."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    alone, model = family.build(), family.build()
+    loss = alone(**batch)["loss"]
+    loss.backward()
+    sgd(alone.parameters()).step()
+    options = {"cluster": "1x1xcpu", "num_microbatches": 1, "allow_unused": True, "optimizer": sgd}
+    with mm.parallelize(model, batch, **options) as engine:
+        got = engine.step([batch]).loss
+        engine.pull()
+    wanted, trained = float(loss), dict(model.named_parameters())
+    moved = max(float((trained[name] - other).abs().max()) for name, other in alone.named_parameters())
+    if abs(got - wanted) > TOLERANCE * abs(wanted) or moved > TOLERANCE:
+        return Check(ok=False, misfit="", text=f"loss {got} for {wanted}, parameters differ by {moved:.1e}")
+    return Check(ok=True, misfit="", text="identical" if got == wanted and not moved else f"parameters {moved:.1e}")
