@@ -54,6 +54,10 @@ def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
             progress.update(task, advance=1, description=row.family)
             if row.wrong:
                 progress.console.print(f"[red]{row.family} is wrong[/]: {'; '.join(row.wrong)}", highlight=False)
+            elif not console.is_terminal:
+                progress.console.print(
+                    f"{row.family}: {'refused as expected' if row.refused else 'right'}", highlight=False
+                )
             yield row
 
 

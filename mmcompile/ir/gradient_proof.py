@@ -7,6 +7,7 @@ graph: of the rewriting of in-place ops, of inlined `no_grad` regions, and of wh
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,24 +25,26 @@ from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode, enable_python_dis
 _SHOWN = 6
 _GRAPHED = ("torch._library.autograd", "mmcompile.ir.nodes")
 """Modules of autograd functions that a graph keeps as an op, with its backward: those of torch's custom ops, and our own."""
-_STEPS = {
-    **dict.fromkeys(
-        ("MmBackward", "AddmmBackward", "BmmBackward", "BaddbmmBackward", "MvBackward", "DotBackward"), "product"
-    ),
-    **dict.fromkeys(("ConvolutionBackward", "ScaledDotProduct"), "product"),
-    **dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), "norm"),
-    "EmbeddingBackward": "lookup",
-}
-"""Start of the name of an autograd node -> kind of step. Rewriting of in-place ops leaves these ops as they are."""
+_MOVES = re.compile(
+    r"(?:\w+::)*(AccumulateGrad|CopySlices|CopyBackwards|AsStrided|Alias|Clone|Expand|(Unsafe|Reshape)?View|ToCopy|T|Transpose"
+    r"|Permute|Squeeze|Unsqueeze|(Select|Slice|Diagonal)(Scatter)?|Split\w*|Unsafe\w*|Unbind|Fill|Zero)(Backward\d*)?"
+)
+"""Autograd nodes that move or copy numbers. The rewriting of in-place ops adds and removes them."""
+_UNHIDDEN = re.compile(
+    r"(Mm|Addmm|Bmm|Baddbmm|Mv|Dot|Convolution|ScaledDotProduct\w*|Native\w*Norm|Embedding)Backward\d*"
+)
+"""Nodes that are not written into a view: `CopySlices` hides the node of an op that is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientPaths:
-    """Where autograd leads the gradient of a loss: from each product, norm or lookup to those before it, and to parameters."""
+    """Where autograd leads the gradient of a loss: from each op that computes to those before it, and to parameters."""
 
     steps: Mapping[str, frozenset[str]]
-    """Products, norms and lookups, numbered by kind in order of execution (`product 0`), and `loss` -> what the gradient reaches
-    from it through other ops alone: such steps, and names of parameters."""
+    """Ops, numbered by kind in order of execution (`Addmm 0`), and `loss` -> what the gradient reaches from it through views and
+    copies alone: ops, and names of parameters."""
+    coarse: bool
+    """The steps are products, norms and lookups only: the model writes into views, and autograd hides other ops behind that."""
 
     @property
     def trained(self) -> frozenset[str]:
@@ -49,27 +52,30 @@ class GradientPaths:
         return frozenset[str]().union(*self.steps.values()) - self.steps.keys()
 
 
-def gradient_paths(loss: Tensor, named: Mapping[str, Tensor]) -> GradientPaths:
+def gradient_paths(loss: Tensor, named: Mapping[str, Tensor], *, coarse: bool | None = None) -> GradientPaths:
     """Return the paths that autograd recorded for a loss.
 
     Args:
         loss: result of a forward that autograd recorded.
         named: name -> parameter, as the forward used them.
+        coarse: whether steps are products, norms and lookups only; None: if that is necessary.
 
     Raises:
         CaptureError: the backward runs Python that a graph does not have: an own `torch.autograd.Function`.
     """
     names = {id(parameter): name for name, parameter in named.items()}
     recorded = list(_recorded(loss))
+    if coarse is None:
+        coarse = any(step.name() == "torch::autograd::CopySlices" for step in recorded)
     labels: dict[Node, str] = {}
     numbers = Counter[str]()
     for step in sorted(recorded, key=lambda step: step._sequence_nr()):  # pyright: ignore[reportPrivateUsage]
         _check_not_python(step)
-        kind = next((kind for prefix, kind in _STEPS.items() if step.name().startswith(prefix)), None)
-        variable = getattr(step, "variable", None)
+        name, variable = step.name(), getattr(step, "variable", None)
         if variable is not None and id(variable) in names:
             labels[step] = names[id(variable)]
-        elif kind is not None:
+        elif _UNHIDDEN.fullmatch(name) if coarse else not _MOVES.fullmatch(name):
+            kind = name.partition("Backward")[0]
             labels[step] = f"{kind} {numbers[kind]}"
             numbers[kind] += 1
     reached: dict[Node | None, frozenset[str]] = {None: frozenset()}
@@ -78,7 +84,8 @@ def gradient_paths(loss: Tensor, named: Mapping[str, Tensor]) -> GradientPaths:
         reached[step] = frozenset().union(*({labels[s]} if s in labels else reached[s] for s in sources))
     steps = {labels[step]: reached[step] for step in labels if getattr(step, "variable", None) is None}
     first = loss.grad_fn
-    return GradientPaths(steps={**steps, "loss": frozenset({labels[first]}) if first in labels else reached[first]})
+    steps["loss"] = frozenset({labels[first]}) if first in labels else reached[first]
+    return GradientPaths(steps=steps, coarse=coarse)
 
 
 def _check_not_python(step: Node) -> None:
@@ -116,7 +123,7 @@ def check_gradients(module: fx.GraphModule, wanted: GradientPaths) -> None:
         CaptureError: parameters get a gradient on one side only, or by other paths.
     """
     loss, named = _fake_loss(module)
-    got = gradient_paths(loss, named)
+    got = gradient_paths(loss, named, coarse=wanted.coarse)
     if got == wanted:
         return
     parts: list[str] = []
@@ -138,16 +145,21 @@ def check_gradients(module: fx.GraphModule, wanted: GradientPaths) -> None:
 
 
 def _other_paths(got: GradientPaths, wanted: GradientPaths) -> str:
-    """The first step from which the gradient leads elsewhere."""
-    only = wanted.steps.keys() ^ got.steps.keys()
-    if only:
-        return f"{_some(only)} in {'the model' if only & wanted.steps.keys() else 'the graph'} only"
-    step = next(step for step, reached in wanted.steps.items() if got.steps[step] != reached)
-    lost, more = wanted.steps[step] - got.steps[step], got.steps[step] - wanted.steps[step]
-    reads = _some([name for name in wanted.steps[step] if name not in wanted.steps])
-    return f"from {step} (it reads {reads}) " + " and ".join(
-        f"to {_some(names)} in {where} only" for names, where in ((lost, "the model"), (more, "the graph")) if names
-    )
+    """The first steps from which, or to which, the gradient goes in the model only or in the graph only."""
+    for where, ours, theirs in (("the model", wanted, got), ("the graph", got, wanted)):
+        for step, reached in ours.steps.items():
+            if lost := reached - theirs.steps.get(step, frozenset()):
+                return f"from {step} to {_some(lost)} (before: {_some(_parameters_before(lost, ours))}) in {where} only"
+    return "none"
+
+
+def _parameters_before(steps: Collection[str], paths: GradientPaths) -> frozenset[str]:
+    """The parameters that the gradient reaches first from some steps."""
+    seen, here = set(steps), frozenset(steps)
+    while here and not (found := here - paths.steps.keys()):
+        here = frozenset[str]().union(*(paths.steps[step] for step in here)) - seen
+        seen |= here
+    return found if here else frozenset()
 
 
 def _some(names: Collection[str]) -> str:

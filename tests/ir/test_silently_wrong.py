@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.oracles.eager import Misfit, difference, eager_outcome, graph_outcome, misfit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo import ALL
 
 import mmcompile as mm
 from mmcompile.errors import CaptureError
@@ -311,12 +312,42 @@ def test_the_proof_finds_a_lost_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
         capture(Between(lambda h, given: _add(torch.zeros(6, 4), h, given["labels"])), batch())
 
 
+_MADE = ("zeros", "full", "ones", "empty")
+
+
+def _made_by_a_factory(node: Any) -> bool:
+    while not any(name in str(node.target) for name in _MADE):
+        if not node.args or not isinstance(node.args[0], type(node)):
+            return False
+        node = node.args[0]
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["musicgen", "lxmert", "parakeet_tdt", "qwen2_audio_merged"])
+def test_the_proof_finds_what_was_silently_wrong_in_other_peoples_models(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the rewriting taken back: what is written into a tensor made by a factory has no gradient."""
+    right = functional._update
+
+    def detaching(graph: Any, node: Any, target: Any) -> Any:
+        updated = right(graph, node, target)
+        if not _made_by_a_factory(target):
+            return updated
+        return functional._call(graph, node, torch.ops.aten.detach.default, updated)
+
+    monkeypatch.setattr(functional, "_update", detaching)
+    with pytest.raises(CaptureError, match="does not train what the model trains"):
+        capture(ALL[name].build(), ALL[name].batch())
+
+
 def test_the_proof_reads_autograds_own_record() -> None:
     model = Between(lambda h, given: h.detach())
     loss = model(**batch())["loss"]
     paths = gradient_proof.gradient_paths(loss, dict(model.named_parameters()))
     assert paths.trained == {"last.weight", "last.bias"}
-    assert paths.steps == {"loss": {"product 0"}, "product 0": {"last.weight", "last.bias"}}
+    assert paths.steps["loss"] == {"NllLoss 0"} and paths.steps["Addmm 0"] == {"last.weight", "last.bias"}
 
 
 def test_the_proof_finds_a_lost_path_where_all_parameters_still_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +371,8 @@ def test_the_proof_finds_a_lost_path_where_all_parameters_still_train(monkeypatc
 
     monkeypatch.setattr(functional, "_update", detaching)
     with pytest.raises(
-        CaptureError, match=r"by other paths: from product 2 \(it reads last.bias, last.weight\) to product 0 in the model only"
+        CaptureError,
+        match=r"by other paths: from Add 0 to Addmm 0 \(before: first.bias, first.weight\) in the model only",
     ):
         capture(Around(), batch())
 
@@ -353,13 +385,12 @@ def test_gradients_and_loss_are_compared_with_eager_if_asked(monkeypatch: pytest
     assert found.num_parameters == len(list(model.parameters())) and found.gradient == found.loss == 0.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    right = functional._update
 
     def doubled(graph: Any, node: Any, target: Any) -> Any:
-        return functional._call(graph, node, torch.ops.aten.mul.Tensor, right(graph, node, target), 2)
+        return functional._call(graph, node, torch.ops.aten.add.Tensor, target, node.args[1], alpha=2)
 
     monkeypatch.setattr(functional, "_update", doubled)
-    mm.capture(model, given)  # the same parameters train
+    mm.capture(model, given)  # gradients take the same paths
     with pytest.raises(CaptureError, match="not compute what the model computes: loss differs from eager by .* wanted"):
         mm.capture(model, given, verify="gradients")
 

@@ -77,6 +77,7 @@ def _qwen2_audio_config() -> PretrainedConfig:
         text_config=text_config("qwen2"),
         audio_token_index=AUDIO,
         audio_token_id=AUDIO,
+        ignore_index=IGNORE,
     )
 
 
@@ -274,6 +275,14 @@ FAMILIES = (
         "Qwen2AudioForConditionalGeneration",
         _qwen2_audio_config,
         20,
+        mask="feature_attention_mask",
+    ),
+    # One placeholder a clip: the model's own forward makes the sequence longer, in a tensor made by `torch.zeros`.
+    _family(
+        "qwen2_audio_merged",
+        "Qwen2AudioForConditionalGeneration",
+        _qwen2_audio_config,
+        1,
         mask="feature_attention_mask",
     ),
     _family("voxtral", "VoxtralForConditionalGeneration", _voxtral_config, 10, mask=None),

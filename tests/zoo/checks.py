@@ -207,7 +207,7 @@ def _engine_step(family: Family, batch: Batch) -> Check:
     with mm.parallelize(model, batch, **options) as engine:
         got = engine.step([batch]).loss
         engine.pull()
-    wanted, trained = float(loss), dict(model.named_parameters())
+    wanted, trained = loss.item(), dict(model.named_parameters())
     moved = max(float((trained[name] - other).abs().max()) for name, other in alone.named_parameters())
     if abs(got - wanted) > TOLERANCE * abs(wanted) or moved > TOLERANCE:
         return Check(ok=False, misfit="", text=f"loss {got} for {wanted}, parameters differ by {moved:.1e}")

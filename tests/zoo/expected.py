@@ -63,6 +63,7 @@ PATHS: dict[str, str] = {
     "vision_encoder_decoder": _DECODER,
     # sound
     "qwen2_audio": _HEARING,
+    "qwen2_audio_merged": _HEARING,
     "voxtral": _HEARING,
     "audioflamingo3": _HEARING,
     "glmasr": _HEARING,
