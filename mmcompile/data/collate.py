@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from mmcompile.errors import BatchError
 IGNORED_LABEL = -100
 """Label of a position that does not count in the loss."""
 
-Value: TypeAlias = Tensor | bool | int | float | str | None
+Value: TypeAlias = Tensor | bool | int | float | str | None | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 Sample: TypeAlias = Mapping[str, Value]
 """Inputs of one conversation by name, as a processor returns them."""
 
@@ -120,14 +121,18 @@ def _with_masks(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
 def join(key: str, items: Sequence[tuple[int, Value]], fill: int | float) -> Value:
     """Join one input of several samples: tensors are concatenated on dim 0, other dims padded with `fill` on the right.
 
+    Nested inputs are joined leaf by leaf; lists in them are concatenated (one entry an image, as labels of detection have).
+
     Args:
         key: name of the input, for errors.
         items: (name of the sample in errors, value), at least one.
 
     Raises:
-        BatchError: ranks or dtypes that differ, or plain values that are not equal.
+        BatchError: ranks, dtypes or nestings that differ, or plain values that are not equal.
     """
     first_index, first = items[0]
+    if not isinstance(first, Tensor) and _holds_tensors(first):
+        return _nested(key, items, fill)
     if not isinstance(first, Tensor):
         return _same(key, items)
     tensors: list[Tensor] = []
@@ -144,6 +149,44 @@ def join(key: str, items: Sequence[tuple[int, Value]], fill: int | float) -> Val
         tensors.append(value)
     sizes = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, first.dim())]
     return torch.cat([_padded(tensor, sizes, fill) for tensor in tensors])
+
+
+def _nested(key: str, items: Sequence[tuple[int, Any]], fill: int | float) -> Any:
+    first_index, first = items[0]
+    for index, value in items:
+        if type(value) is not type(first):
+            raise BatchError(
+                f"{key!r} is a {type(first).__name__} in sample {first_index} and a {type(value).__name__} in sample {index}"
+            )
+    if isinstance(first, list):
+        return [entry for _, value in items for entry in value]
+    parts = [(index, _parts(value)) for index, value in items]
+    for index, found in parts:
+        if found.keys() != parts[0][1].keys():
+            raise BatchError(
+                f"{key!r} has {', '.join(map(str, parts[0][1]))} in sample {first_index} and "
+                f"{', '.join(map(str, found))} in sample {index}: wanted the same"
+            )
+    joined = {part: join(f"{key}.{part}", [(i, found[part]) for i, found in parts], fill) for part in parts[0][1]}
+    if isinstance(first, tuple):
+        kind: Any = type(first)
+        return tuple(joined.values()) if kind is tuple else kind(*joined.values())
+    return joined if isinstance(first, Mapping) else dataclasses.replace(first, **joined)
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """Entries of a mapping or sequence, and fields of a dataclass; empty for any other value."""
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[Any, Any]", value))
+    if isinstance(value, list | tuple):
+        return dict(enumerate(cast("Sequence[Any]", value)))
+    if not dataclasses.is_dataclass(value):
+        return {}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or any(map(_holds_tensors, _parts(value).values()))
 
 
 def _padded(tensor: Tensor, sizes: Sequence[int], fill: int | float) -> Tensor:

@@ -156,10 +156,10 @@ def _other_paths(got: GradientPaths, wanted: GradientPaths) -> str:
 def _parameters_before(steps: Collection[str], paths: GradientPaths) -> frozenset[str]:
     """The parameters that the gradient reaches first from some steps."""
     seen, here = set(steps), frozenset(steps)
-    while here and not (found := here - paths.steps.keys()):
+    while here and here <= paths.steps.keys():
         here = frozenset[str]().union(*(paths.steps[step] for step in here)) - seen
         seen |= here
-    return found if here else frozenset()
+    return here - paths.steps.keys()
 
 
 def _some(names: Collection[str]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from support.oracles.one_process import split_microbatches
@@ -121,3 +124,35 @@ def test_a_step_needs_a_label() -> None:
     check_labels([text(1, labels=torch.tensor([-100.0]))])
     with pytest.raises(BatchError, match="every label of the step is -100"):
         check_labels([ignored, ignored])
+
+
+@dataclass
+class Boxes:
+    corners: Tensor
+    format: str
+
+
+def test_nested_inputs_are_joined_leaf_by_leaf() -> None:
+    def sample(number: int) -> dict[str, Value]:
+        part = torch.full((1, number), number)
+        targets = [{"boxes": torch.full((number, 4), float(number)), "classes": torch.arange(number)}]
+        found = {"obj": (part, part * 2), "boxes": Boxes(part, "xyxy")}
+        return text(5, labels=torch.tensor([[5]]), targets=targets, found=found)
+
+    batch: Any = collate([sample(1), sample(2)])
+    assert [len(target["classes"]) for target in batch["targets"]] == [1, 2]
+    assert rows(batch["found"]["obj"][1]) == [[2, 0], [4, 4]]
+    assert rows(batch["found"]["boxes"].corners) == [[1, 0], [2, 2]] and batch["found"]["boxes"].format == "xyxy"
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"masks": torch.ones(1, 2)}, "'found' has boxes in sample 0 and masks in sample 1"),
+        ([torch.ones(1, 2)], "'found' is a dict in sample 0 and a list in sample 1"),
+        ({"boxes": torch.ones(1, 2).int()}, "'found.boxes' of sample 1 has shape"),
+    ],
+)
+def test_misfits_of_nested_inputs_are_named(second: Value, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        collate([text(5, found={"boxes": torch.ones(1, 2)}), text(5, found=second)])

@@ -103,6 +103,7 @@ PATHS: dict[str, str] = {
     "layoutlmv3": "patch_embed > language_model",
     "layoutlmv3_answers": "patch_embed > language_model",
     "pix2struct": _DECODER,
+    "udop": _DECODER,
     "kosmos2_5": "vision_model > image_to_text_projection > language_model",
     "clipseg": "clip.vision_model > language_model, clip.text_model > clip.text_projection > language_model",
     "blip": "vision_model > language_model",
