@@ -73,12 +73,7 @@ class TensorShare:
 
 
 def tensor_parallel(
-    cost: LayerCost,
-    degree: int,
-    cluster: Cluster,
-    *,
-    recompute: Recompute = "none",
-    share: TensorShare | None = None,
+    cost: LayerCost, degree: int, cluster: Cluster, *, recompute: Recompute = "none", share: TensorShare | None = None
 ) -> LayerCost:
     """Return the cost of a layer on one of `degree` ranks that share its tensors.
 

@@ -168,12 +168,7 @@ def plan(
     """
     request = _request(locals())
     inputs = PlanInputs.read(
-        cluster=cluster,
-        stats=stats,
-        calibration=calibration,
-        constraints=constraints,
-        passes=passes,
-        strategy=strategy,
+        cluster=cluster, stats=stats, calibration=calibration, constraints=constraints, passes=passes, strategy=strategy
     )
     return planned(CapturedModel.of(model, batch, packing), request, inputs, on_phase)
 

@@ -94,12 +94,7 @@ def bitfield_attention_backward_op(
 
 @bitfield_attention_backward_op.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *options: object,
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_dtype = options[-1] if isinstance(options[-1], torch.dtype) else None
     dq, dk, dv = (x.new_empty(x.shape, dtype=grad_dtype) for x in (q, k, v))

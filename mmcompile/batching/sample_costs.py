@@ -68,9 +68,7 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
         seconds.append(np.sum([_seconds(rate, own) for rate, own in zip(rates, brought, strict=True)], axis=0))
         lengths.append(brought[-1 if number == len(members) else 0].rows)
     return SampleCosts(
-        components=tuple(members),
-        costs=np.array(seconds),
-        lengths=np.rint(np.array(lengths)).astype(np.int64),
+        components=tuple(members), costs=np.array(seconds), lengths=np.rint(np.array(lengths)).astype(np.int64)
     )
 
 

@@ -69,11 +69,7 @@ def num_slots(plan: StepPlan) -> int:
 
 
 def action_lines(
-    stages: Sequence[PlacedStage],
-    kind: ScheduleKind,
-    units: Sequence[Unit],
-    edges: Sequence[CrossEdge],
-    slots: int,
+    stages: Sequence[PlacedStage], kind: ScheduleKind, units: Sequence[Unit], edges: Sequence[CrossEdge], slots: int
 ) -> tuple[str, ...]:
     """Return `StepPlan.actions`: the actions of each rank in a step, as text. Raises PlanError if they cannot be scheduled.
 

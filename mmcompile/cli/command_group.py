@@ -41,10 +41,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mmcompile plan examples.digits_llava:build_model --json",
         "mmcompile plan examples/configs/llava-tiny.json --cluster 6x1xcpu --fault-tolerance 1 -o spot.json",
     ),
-    "stats": (
-        "mmcompile stats synthetic:cocoqa:64 -o stats.json",
-        "mmcompile stats stats.json --json",
-    ),
+    "stats": ("mmcompile stats synthetic:cocoqa:64 -o stats.json", "mmcompile stats stats.json --json"),
     "check": (
         "mmcompile check examples/configs/llava-tiny.json --stats stats.json --train projector",
         "mmcompile check examples/configs/llava-tiny.json --stats stats.json --plan plan.json",

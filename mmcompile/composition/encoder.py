@@ -166,8 +166,7 @@ def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapp
         return Features(values=found.unsqueeze(1))
     valid = _valid(encoder.module, found, inputs)
     return Features(
-        values=found[:, encoder.drop_tokens :],
-        valid=None if valid is None else valid[:, encoder.drop_tokens :],
+        values=found[:, encoder.drop_tokens :], valid=None if valid is None else valid[:, encoder.drop_tokens :]
     )
 
 

@@ -135,9 +135,7 @@ def shapes_of_folder(folder: str | os.PathLike[str], options: ReadOptions | None
             text = "".join(line for _, line in _lines(sidecar)).strip()
         tokens = 0 if text is None else math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
         yield SampleShape(
-            name=name,
-            text_tokens=tokens + options.prompt_tokens,
-            images=(options.rule.patches(*image_size(path)),),
+            name=name, text_tokens=tokens + options.prompt_tokens, images=(options.rule.patches(*image_size(path)),)
         )
 
 

@@ -81,10 +81,7 @@ class NodeInfo:
     def at_same_place(self, *, carries_gradient: bool = False) -> NodeInfo:
         """Return the annotation of a new node in the same layer and module; its costs are not known."""
         return NodeInfo(
-            component=self.component,
-            layer=self.layer,
-            module_path=self.module_path,
-            carries_gradient=carries_gradient,
+            component=self.component, layer=self.layer, module_path=self.module_path, carries_gradient=carries_gradient
         )
 
 
@@ -125,8 +122,7 @@ def describe(node: fx.Node, note: NodeInfo, value: Any, symbolic_shape: Iterable
 
 
 def reached(
-    starts: Iterable[fx.Node],
-    following: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+    starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> dict[fx.Node, None]:
     """Return the nodes reached from `starts`, themselves included, as an ordered set, depth first.
 

@@ -52,10 +52,7 @@ _VALUE_READS: tuple[Callable[..., Any], ...] = (
     torch.Tensor.__float__,
     torch.Tensor.__index__,
 )
-_NUMBERS: dict[Callable[..., Any], dict[int, str]] = {
-    torch.narrow: {2: "start"},
-    torch.Tensor.narrow: {2: "start"},
-}
+_NUMBERS: dict[Callable[..., Any], dict[int, str]] = {torch.narrow: {2: "start"}, torch.Tensor.narrow: {2: "start"}}
 """Functions that take tensors where they need numbers -> positions and names of these arguments."""
 
 

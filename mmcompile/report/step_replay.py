@@ -190,10 +190,7 @@ def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
 
 
 def memory_curve(
-    schedule: Schedule,
-    timeline: Timeline,
-    saved: Mapping[str, Sequence[int]],
-    fixed_bytes: Mapping[str, int],
+    schedule: Schedule, timeline: Timeline, saved: Mapping[str, Sequence[int]], fixed_bytes: Mapping[str, int]
 ) -> tuple[MemoryCurve, ...]:
     """Return the bytes of each rank over a step, one curve per rank, in order.
 

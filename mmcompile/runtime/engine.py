@@ -194,13 +194,7 @@ class Engine:
             raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
         self._balancer = balancer or Arrival()
         self._planner = StepPlanner(
-            placement,
-            source,
-            collate=collate,
-            balancer=self._balancer,
-            pad=pad,
-            costs=costs,
-            corrector=corrector,
+            placement, source, collate=collate, balancer=self._balancer, pad=pad, costs=costs, corrector=corrector
         )
         self._setup = setup
         self._scheduler_factory = scheduler

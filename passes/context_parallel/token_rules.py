@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mmcompile.passes.context_parallel.token_axis import (
-    Rule,
-    TokenAxis,
-    TokenFlow,
-    reshaped,
-    spread_size,
-)
+from mmcompile.passes.context_parallel.token_axis import Rule, TokenAxis, TokenFlow, reshaped, spread_size
 from mmcompile.passes.dim_rules import PASSING, dims, is_pointwise, passed_dim
 from mmcompile.passes.values import argument, aten_ops, has_argument, op_name, set_argument, shape, sizes
 

@@ -28,12 +28,7 @@ MAX_SCORES = 1 << 20
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: MaskWords,
-    scale: float,
-    plan: BlockPlan,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskWords, scale: float, plan: BlockPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention output O and log-sum-exp L, chunk by chunk.
 

@@ -35,11 +35,7 @@ class PlanCache:
         return len(self._plans)
 
     def plan(
-        self,
-        source: Source,
-        window: int | None,
-        cap: int | Literal["auto"] | None = None,
-        heads_per_launch: int = 1,
+        self, source: Source, window: int | None, cap: int | Literal["auto"] | None = None, heads_per_launch: int = 1
     ) -> BlockPlan:
         """Return the plan that `plan_blocks` makes of these arguments, from the cache if it has it."""
         on_cpu = source[0].device.type == "cpu"

@@ -134,12 +134,7 @@ def context_parallel_attention_backward(
 
 @context_parallel_attention_backward.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *options: object,
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *_, need_keys = options
     dq = q.new_empty(q.shape)

@@ -52,13 +52,7 @@ class KeySums:
     """Sums the gradients of keys and values over ranks, in `dtype`, while the caller computes the gradients of the next heads."""
 
     def __init__(
-        self,
-        channel: Channel,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        head_stride: int,
-        num_ranks: int,
-        dtype: torch.dtype,
+        self, channel: Channel, k: torch.Tensor, v: torch.Tensor, head_stride: int, num_ranks: int, dtype: torch.dtype
     ) -> None:
         self._channel, self._k, self._v, self._dtype = channel, k, v, dtype
         self._size = _message_size(k, v, head_stride) * num_ranks

@@ -86,8 +86,7 @@ class Buckets:
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(
-            _largest(self._loads[:, heavy, None, None] - change),
-            _largest(self._loads[:, light, None, None] + change),
+            _largest(self._loads[:, heavy, None, None] - change), _largest(self._loads[:, light, None, None] + change)
         ).reshape(len(heavy), -1)
         best = after.argmin(axis=1)
         helped = after[np.arange(len(heavy)), best] < heights[heavy] - _LEAST_GAIN

@@ -31,8 +31,7 @@ def coordinate(
         str, typer.Option(metavar="HOST:PORT", help="Address that nodes reach this machine by.", show_default=False)
     ],
     secret: Annotated[
-        Path,
-        typer.Option(help="File with the secret of the run, that only its owner may read.", show_default=False),
+        Path, typer.Option(help="File with the secret of the run, that only its owner may read.", show_default=False)
     ],
     nodes: Annotated[
         int | None,

@@ -12,10 +12,7 @@ _MAX_DRAWN = 12
 """Largest number of stages whose graph `mmcompile show` prints; larger graphs are too wide for a terminal."""
 
 
-def show(
-    plan: PlanArgument,
-    json: JsonOption = False,
-) -> None:
+def show(plan: PlanArgument, json: JsonOption = False) -> None:
     """Print a plan: its table, and the graph of its stages."""
     loaded = Plan.load(plan)
     if json:

@@ -48,14 +48,7 @@ def step(
     loaded, dataset = Plan.load(plan), read_dataset(stats)
     with busy("balancing"):
         found = balanced_step(
-            loaded,
-            dataset,
-            source=str(plan),
-            samples=samples,
-            seed=seed,
-            step=number,
-            balance=balance,
-            every=every,
+            loaded, dataset, source=str(plan), samples=samples, seed=seed, step=number, balance=balance, every=every
         )
     if png is not None:
         draw_step(png, found)

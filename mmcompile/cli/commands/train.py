@@ -26,14 +26,7 @@ from mmcompile.cli.options import JsonOption, ModelArgument
 from mmcompile.cli.planning import WITH_PLAN, make_plan
 from mmcompile.cli.run_display import step_progress
 from mmcompile.cli.train_elastic import RUN, check_elastic, node_at, train_elastic
-from mmcompile.config import (
-    DEFAULT_MICROBATCHES,
-    ElasticConfig,
-    ModelConfig,
-    PlanRequest,
-    RunConfig,
-    TrainConfig,
-)
+from mmcompile.config import DEFAULT_MICROBATCHES, ElasticConfig, ModelConfig, PlanRequest, RunConfig, TrainConfig
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.hardware import LOCAL_NAME
 from mmcompile.data.collate import Sample, collate

@@ -99,10 +99,7 @@ def chain_sets(
 
 
 def joined_chain(
-    graph: ModelGraph,
-    costs: Mapping[str, Sized],
-    *,
-    entries: Mapping[tuple[str, str], int] | None = None,
+    graph: ModelGraph, costs: Mapping[str, Sized], *, entries: Mapping[tuple[str, str], int] | None = None
 ) -> ChainSet | None:
     """Return one chain of all components, each after its inputs; None if there is but one. Arguments as of `chain_sets`."""
     _check(graph, costs, None)

@@ -146,5 +146,5 @@ def too_few(job: Job, num_nodes: int) -> Stop:
         reason=(
             f"{num_nodes} nodes are left and {job.min_nodes} are needed: {job.min_pipelines} pipelines (fault tolerance "
             f"{job.fault_tolerance}) of at least {job.templates[0].num_nodes} nodes"
-        ),
+        )
     )

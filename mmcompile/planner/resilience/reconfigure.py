@@ -10,23 +10,9 @@ import numpy as np
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.copies import plan_copies
-from mmcompile.planner.resilience.instantiate import (
-    bind,
-    held_by,
-    planned,
-    recompose,
-    too_few,
-    with_microbatches,
-)
+from mmcompile.planner.resilience.instantiate import bind, held_by, planned, recompose, too_few, with_microbatches
 from mmcompile.planner.resilience.job import Job, Node
-from mmcompile.planner.resilience.membership import (
-    MembershipPlan,
-    NodePipeline,
-    Spare,
-    StateLost,
-    Stop,
-    layer_ranges,
-)
+from mmcompile.planner.resilience.membership import MembershipPlan, NodePipeline, Spare, StateLost, Stop, layer_ranges
 from mmcompile.planner.resilience.regroup import regroup
 from mmcompile.units import format_bytes, format_seconds
 

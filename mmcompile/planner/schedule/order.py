@@ -80,10 +80,7 @@ def ticks(kind: ScheduleKind, crossings: int, num_microbatches: int) -> tuple[in
 
 
 def crossings(
-    edges: Iterable[tuple[int, int]],
-    rank: Sequence[int],
-    depth: Sequence[int],
-    together: Iterable[Sequence[int]] = (),
+    edges: Iterable[tuple[int, int]], rank: Sequence[int], depth: Sequence[int], together: Iterable[Sequence[int]] = ()
 ) -> tuple[int, ...]:
     """Return the longest path from each stage to a sink, counted in edges that cross ranks.
 

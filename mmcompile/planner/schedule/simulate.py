@@ -93,9 +93,7 @@ def simulate(
         positions[rank] = state.play(rank, schedule.ranks[rank], positions[rank])
     _check_finished(schedule, positions)
     return Timeline(
-        events=_events(schedule, state.events or ()),
-        makespan_s=max(state.clock, default=0.0),
-        busy_s=tuple(state.busy),
+        events=_events(schedule, state.events or ()), makespan_s=max(state.clock, default=0.0), busy_s=tuple(state.busy)
     )
 
 

@@ -110,11 +110,7 @@ class _PricedModes:
             return price_chain(problem.pricing, spec, sharding, [loads])[0]
 
         kept = problem.prices.priced(spec, degrees, replace(setting, recompute="none"))
-        return cls(
-            backward=np.diff(kept.backward) > 0,
-            kept=kept,
-            mixed={mode: priced(mode) for mode in RECOMPUTES},
-        )
+        return cls(backward=np.diff(kept.backward) > 0, kept=kept, mixed={mode: priced(mode) for mode in RECOMPUTES})
 
     def fixed_bytes(self, stage: CandidateStage) -> int:
         """Return the bytes of a stage that no mode changes: parameters, optimizer states and shared activations."""

@@ -44,13 +44,7 @@ class Splitter:
         return parts
 
     def table(
-        self,
-        chain: ChainSpec,
-        setting: Setting,
-        degrees: Degrees,
-        tail: int,
-        memory_bytes: int | None,
-        max_stages: int,
+        self, chain: ChainSpec, setting: Setting, degrees: Degrees, tail: int, memory_bytes: int | None, max_stages: int
     ) -> tuple[Split | None, ...]:
         """Return a chain's best splits into 1, 2, ... stages, at least up to `max_stages`; None where no split fits the memory.
 

@@ -130,10 +130,7 @@ def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | No
         (fresh / _DATA).write_bytes(data)
     written = (path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
     whole = replace(
-        trainer,
-        index=index,
-        data=None if data is None else digest_of(data),
-        files=(*sorted(written), _STATE),
+        trainer, index=index, data=None if data is None else digest_of(data), files=(*sorted(written), _STATE)
     )
     whole = replace(whole, digest=_digest(whole))
     (fresh / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(whole)))

@@ -23,16 +23,8 @@ from mmcompile.runtime.control.log import Activated, Committed, Ended, History, 
 from mmcompile.runtime.control.membership_view import Planner, change_of, generations_of, holders, in_order, refusal_of
 from mmcompile.runtime.control.messages import Phase
 
-_NEXT = {
-    Phase.PREPARE: Phase.RENDEZVOUS,
-    Phase.RENDEZVOUS: Phase.READY,
-    Phase.READY: Phase.ACTIVE,
-}
-_DONE = {
-    Phase.PREPARE: EventKind.PREPARED,
-    Phase.RENDEZVOUS: EventKind.RENDEZVOUS,
-    Phase.READY: EventKind.READY,
-}
+_NEXT = {Phase.PREPARE: Phase.RENDEZVOUS, Phase.RENDEZVOUS: Phase.READY, Phase.READY: Phase.ACTIVE}
+_DONE = {Phase.PREPARE: EventKind.PREPARED, Phase.RENDEZVOUS: EventKind.RENDEZVOUS, Phase.READY: EventKind.READY}
 _ALIVE = "all members are alive"
 
 

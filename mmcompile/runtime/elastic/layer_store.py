@@ -34,10 +34,7 @@ class LayerStore:
     """
 
     def __init__(
-        self,
-        layers: Mapping[LayerId, Sequence[ParameterSpec]],
-        values: Mapping[str, Tensor],
-        optimizer: OptimizerSpec,
+        self, layers: Mapping[LayerId, Sequence[ParameterSpec]], values: Mapping[str, Tensor], optimizer: OptimizerSpec
     ) -> None:
         self.state = RankState(optimizer=RankOptimizer(optimizer))
         self._specs: dict[LayerId, dict[str, ParameterSpec]] = {}

@@ -27,10 +27,7 @@ _RUNS = 2
 
 
 def warm_up(
-    microbatches: Iterable[PreparedMicrobatch],
-    parameters: Mapping[str, Tensor],
-    *,
-    backend: str = "inductor",
+    microbatches: Iterable[PreparedMicrobatch], parameters: Mapping[str, Tensor], *, backend: str = "inductor"
 ) -> int:
     """Compile the distinct layers of microbatches by running each forward and backward, one at a time.
 

@@ -59,12 +59,7 @@ class NewValues:
         shared: owner sets of the updated parameters, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        parameters: Mapping[str, nn.Parameter],
-        shared: Sequence[OwnerSet],
-    ) -> None:
+    def __init__(self, groups: Groups, parameters: Mapping[str, nn.Parameter], shared: Sequence[OwnerSet]) -> None:
         self._works: list[Work] = []
         self._kept: list[Tensor] = []
         """Tensors that this rank is sending, kept alive until they are sent."""
