@@ -15,7 +15,7 @@ from mmcompile.ir.compat import fake_mode_of
 from mmcompile.ir.components import find_structure
 from mmcompile.ir.gradient_proof import GradientCheck, gradient_difference
 from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name, torch_dtype
-from mmcompile.ir.host_shapes import HostProgram
+from mmcompile.ir.host_shapes import HostProgram, HostResult
 from mmcompile.ir.inputs import FlatBatch, completed
 from mmcompile.ir.sizes import Sizes, spec_of
 from mmcompile.ir.trace import Trace, export_step, loss_of
@@ -36,6 +36,17 @@ class Capture:
         """Return the tensors of a flat batch and the sizes in it, by name: what the host program takes."""
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         return {**tensors, **self.sizes.size_inputs(self.sizes.bind(tensors) or {})}
+
+    def host_result(self, given: Mapping[str, torch.Tensor | int]) -> HostResult | None:
+        """Return what the host program computes for a batch; None if the graph does not hold: other values are read from it."""
+        try:
+            result = self.host.run(given)
+        except (
+            IndexError,
+            RuntimeError,
+        ):  # sizes that were read from the captured batch, and are too small for this one
+            return None
+        return result if result.reads == self.reads else None
 
     def values(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int]:
         """Return the values of the graph's inputs for a flat batch, by name: tensors, their sizes, and `HostResult.values`."""

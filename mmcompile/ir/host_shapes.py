@@ -253,7 +253,8 @@ def _free_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] 
     shape = rest.pop(0) if node.target in NEW else tuple(value.shape)
     if node.target not in NEW and "symbolic_shape" in node.meta or source.meta.get("val") is None:  # type: ignore[union-attr]
         return None
-    return FACTORIES_LIKE[node.target], (shape, *rest), {"dtype": value.dtype, "device": value.device}
+    device = "cpu" if value.is_meta else value.device  # values of symbolic shapes are annotated by meta tensors
+    return FACTORIES_LIKE[node.target], (shape, *rest), {"dtype": value.dtype, "device": device}
 
 
 def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:

@@ -84,7 +84,7 @@ PATHS: dict[str, str] = {
     "align": "vision_model > language_model, text_model > text_projection > language_model",
     "groupvit": _PROJECTED_TOWERS,
     "blip_contrastive": _PROJECTED_TOWERS,
-    "xclip": "vision_model > visual_projection > mit > language_model, "
+    "xclip": "vision_model > mit > language_model, "
     "vision_model > prompts_visual_layernorm > language_model, text_model > text_projection > language_model",
     "videoprism": "video_model > language_model, text_model > language_model",
     "clvp": "conditioning_encoder > speech_decoder_model > speech_encoder_model > language_model, "
@@ -105,7 +105,7 @@ PATHS: dict[str, str] = {
     "pix2struct": _DECODER,
     "udop": _DECODER,
     "kosmos2_5": "vision_model > image_to_text_projection > language_model",
-    "clipseg": "clip.vision_model > language_model, clip.text_model > clip.text_projection > language_model",
+    "clipseg": "vision_model > reduces > language_model, text_model > text_projection > language_model",
     "blip": "vision_model > language_model",
     "blip_questions": "vision_model > text_encoder > language_model",
     "idefics": "vision_model > perceiver_resampler > language_model",
