@@ -395,6 +395,15 @@ def test_gradients_and_loss_are_compared_with_eager_if_asked(monkeypatch: pytest
         mm.capture(model, given, verify="gradients")
 
 
+def _added_under_a_mask(h: Tensor, given: Batch) -> Tensor:
+    mask = (given["labels"] == 1)[:, None].expand_as(h)
+    return h.masked_scatter(mask, h[mask] * 2)
+
+
+def test_a_mask_expanded_to_an_activations_shape_stays_known() -> None:
+    assert_as_eager(Between(_added_under_a_mask))
+
+
 # Randomness outside torch.
 
 DRAWS: dict[str, Callable[[Tensor, Batch], Tensor]] = {

@@ -3,5 +3,17 @@
 Each has the part of the message that a user gets, with the line that decides.
 """
 
-REFUSED: dict[str, str] = {}
+_FINITE = r": if not torch.isfinite\(hidden_states\).all\(\)"
+
+REFUSED: dict[str, str] = {
+    "glm5_next": r"modeling_glm5_next.py:\d+: pool_keys, pool_indices, pool_valid = self.get_pooled_states",
+    "phi4_multimodal": r"modeling_phi4_multimodal.py:\d+: if self.training and np.random.rand\(\) > 0.5",
+    "vilt": r"masking_utils.py:\d+: and \(padding_mask is None or padding_mask.all\(\)\)",
+    "vilt_masked": r"masking_utils.py:\d+: and \(padding_mask is None or padding_mask.all\(\)\)",
+    "flava": r"modeling_flava.py:\d+: mim_labels_filtered = mim_labels",
+    "detr": r"modeling_detr.py:\d+" + _FINITE,
+    "grounding_dino": r"modeling_grounding_dino.py:\d+" + _FINITE,
+    "mm_grounding_dino": r"modeling_mm_grounding_dino.py:\d+" + _FINITE,
+    "step3p7": r"modeling_step3p7.py:\d+: for expert_idx in hit",
+}
 """Family -> regular expression that the message of the refusal holds."""
