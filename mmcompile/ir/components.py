@@ -233,7 +233,7 @@ def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) 
                     tables.add(name)
     into, known = {branch.name: branch.name for branch in kept}, {branch.name: branch for branch in kept}
     for branch in reversed(_in_order(owner, kept)):
-        name, after = branch.name, {into.get(reader, _MAIN) for reader in readers[branch.name]}
+        name, after = branch.name, {into.get(reader, _MAIN) for reader in readers[branch.name]} - {branch.name}
         if branch.module in tree.stacked:
             continue
         reader = known.get(after.pop()) if len(after) == 1 else None

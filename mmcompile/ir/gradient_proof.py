@@ -67,10 +67,14 @@ def gradient_paths(loss: Tensor, named: Mapping[str, Tensor], *, coarse: bool | 
     recorded = list(_recorded(loss))
     if coarse is None:
         coarse = any(step.name() == "torch::autograd::CopySlices" for step in recorded)
+    trained: set[Node] = set()  # what leads to a parameter: some models ask for gradients of their inputs too
+    for step in recorded:
+        _check_not_python(step)
+        if id(getattr(step, "variable", None)) in names or any(source in trained for source, _ in step.next_functions):
+            trained.add(step)
     labels: dict[Node, str] = {}
     numbers = Counter[str]()
-    for step in sorted(recorded, key=lambda step: step._sequence_nr()):  # pyright: ignore[reportPrivateUsage]
-        _check_not_python(step)
+    for step in sorted(trained, key=lambda step: step._sequence_nr()):  # pyright: ignore
         name, variable = step.name(), getattr(step, "variable", None)
         if variable is not None and id(variable) in names:
             labels[step] = names[id(variable)]
@@ -277,7 +281,6 @@ def _fake_loss(module: fx.GraphModule) -> tuple[Tensor, dict[str, Tensor]]:
     runner = _OnFakes(module, FakeTensorMode())
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [runner.fake(value) if isinstance(value, Tensor) else value for value in values]
-    # Export decomposes recurrent layers in Python; with its dispatcher, they are recorded in the same steps here.
-    with runner.mode, enable_python_dispatcher(), torch.enable_grad():
+    with runner.mode, enable_python_dispatcher(), torch.backends.mkldnn.flags(enabled=False), torch.enable_grad():
         results = runner.run(*inputs)
     return results[0], runner.fakes

@@ -102,8 +102,10 @@ class _LossOnly(nn.Module):
         for name, buffer in self.model.named_buffers():
             if name in self.constants and isinstance(buffer, FakeTensor):
                 known.learn(buffer, self.constants[name])
-        with transformers_eager_paths(), plain_checkpointing(), no_python_randomness(self.model), known_values(known):
-            loss = self._loss(inputs)
+        # Without mkldnn: recurrent layers are recorded step by step, as where the graph is checked.
+        with transformers_eager_paths(), plain_checkpointing(), torch.backends.mkldnn.flags(enabled=False):  # noqa: SIM117
+            with no_python_randomness(self.model), known_values(known):
+                loss = self._loss(inputs)
         self._on_trace(gradient_paths(loss, dict(self.model.named_parameters())))
         return loss
 
