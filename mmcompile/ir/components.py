@@ -233,12 +233,12 @@ def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) 
                     tables.add(name)
     into, known = {branch.name: branch.name for branch in kept}, {branch.name: branch for branch in kept}
     for branch in reversed(_in_order(owner, kept)):
-        name, after = branch.name, {into.get(reader, _MAIN) for reader in readers[branch.name]} - {branch.name}
+        name, after = branch.name, {into.get(reader, _MAIN) for reader in readers[branch.name]}
         if branch.module in tree.stacked:
             continue
         reader = known.get(after.pop()) if len(after) == 1 else None
         whole = reader is None or reader.module not in tree.stacked or reader.sources <= branch.sources
-        if reader is not None and (whole or not read[name]):
+        if reader is not None and (whole or not read[name]) and (reader.name != name or name not in tables):
             into[name] = reader.name
         elif len(read[name]) == 1 and known[next(iter(read[name]))].module not in tree.stacked:
             into[name] = next(iter(read[name]))
