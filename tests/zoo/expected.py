@@ -207,8 +207,10 @@ PATHS: dict[str, str] = {
     "cohere_asr": "encoder > proj > language_model",
     "kyutai_speech_to_text": _ONE,
     "omniasr": _HEARING,
-    "speecht5_tts": _DECODER,
-    "fastspeech2_conformer": _DECODER,
+    "speecht5_tts": "encoder > language_model, prenet > language_model",
+    "fastspeech2_conformer": "encoder > language_model, encoder > duration_predictor > language_model, "
+    "encoder > pitch_predictor > language_model, encoder > energy_predictor > language_model, "
+    "pitch_embed > language_model, energy_embed > language_model",
     "dia": _DECODER,
     "csm": "codec_model > language_model",
     "musicgen": "text_encoder > enc_to_dec_proj > language_model",

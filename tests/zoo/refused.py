@@ -14,6 +14,8 @@ REFUSED: dict[str, str] = {
     "detr": r"modeling_detr.py:\d+" + _FINITE,
     "grounding_dino": r"modeling_grounding_dino.py:\d+" + _FINITE,
     "mm_grounding_dino": r"modeling_mm_grounding_dino.py:\d+" + _FINITE,
+    "csm": r"masking_utils.py:\d+: if batch_size != position_ids.shape",
+    "sew_d": r"modeling_sew_d.XSoftmax, whose backward is Python",
     "step3p7": r"modeling_step3p7.py:\d+: for expert_idx in hit",
 }
 """Family -> regular expression that the message of the refusal holds."""
