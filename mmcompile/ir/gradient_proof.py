@@ -26,7 +26,7 @@ _SHOWN = 6
 _GRAPHED = ("torch._library.autograd", "mmcompile.ir.nodes")
 """Modules of autograd functions that a graph keeps as an op, with its backward: those of torch's custom ops, and our own."""
 _MOVES = re.compile(
-    r"(?:\w+::)*(AccumulateGrad|CopySlices|CopyBackwards|AsStrided|Alias|Clone|Expand|(Unsafe|Reshape)?View|ToCopy|T|Transpose"
+    r"(?:\w+::)*(AccumulateGrad|CopySlices|_WithValue|CopyBackwards|AsStrided|Alias|Clone|Expand|(Unsafe|Reshape)?View|ToCopy|T|Transpose"
     r"|Permute|Squeeze|Unsqueeze|(Select|Slice|Diagonal)(Scatter)?|Split\w*|Unsafe\w*|Unbind|Fill|Zero)(Backward\d*)?"
 )
 """Autograd nodes that move or copy numbers. The rewriting of in-place ops adds and removes them."""
@@ -38,7 +38,7 @@ _UNHIDDEN = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientPaths:
-    """Where autograd leads the gradient of a loss: from each op that computes to those before it, and to parameters."""
+    """Paths of the gradient of a loss, as autograd recorded them: from op to op, and to parameters."""
 
     steps: Mapping[str, frozenset[str]]
     """Ops, numbered by kind in order of execution (`Addmm 0`), and `loss` -> what the gradient reaches from it through views and

@@ -62,7 +62,7 @@ def with_value(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         old: tensor before the write, of any shape.
         new: tensor of the same shape and dtype; no gradient reaches it.
     """
-    return _WithValue.apply(old, new)
+    return _WithValue.apply(old, new.detach())
 
 
 def attention_words(

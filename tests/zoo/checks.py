@@ -216,7 +216,7 @@ def _engine_step(family: Family, batch: Batch) -> Check:
     loss.backward()
     sgd(alone.parameters()).step()
     wanted, trained = loss.item(), dict(model.named_parameters())
-    moved = max(float((trained[name] - other).abs().max()) for name, other in alone.named_parameters())
+    moved = max((trained[name] - other).abs().max().item() for name, other in alone.named_parameters())
     if abs(got - wanted) > TOLERANCE * abs(wanted) or moved > TOLERANCE:
         return Check(ok=False, misfit="", text=f"loss {got} for {wanted}, parameters differ by {moved:.1e}")
     return Check(ok=True, misfit="", text="identical" if got == wanted and not moved else f"parameters {moved:.1e}")
