@@ -103,7 +103,7 @@ class _LossOnly(nn.Module):
             if name in self.constants and isinstance(buffer, FakeTensor):
                 known.learn(buffer, self.constants[name])
         # Without mkldnn: recurrent layers are recorded step by step, as where the graph is checked.
-        with transformers_eager_paths(), plain_checkpointing(), torch.backends.mkldnn.flags(allow_tf32=None):  # noqa: SIM117
+        with transformers_eager_paths(), plain_checkpointing(), torch.backends.mkldnn.flags(allow_tf32=False):  # noqa: SIM117
             with no_python_randomness(self.model), known_values(known):
                 loss = self._loss(inputs)
         self._on_trace(gradient_paths(loss, dict(self.model.named_parameters())))
