@@ -36,6 +36,7 @@ __all__ = [
     "fake_copy",
     "fake_mode_of",
     "is_mutating_op",
+    "mkldnn_flags",
     "op_schema",
     "patched_tolist",
     "plain_checkpointing",
@@ -49,6 +50,7 @@ __all__ = [
     "transformers_eager_paths",
 ]
 
+mkldnn_flags: Any = torch.backends.mkldnn.flags  # without it, recurrent layers are recorded step by step
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Exceptions raised if Python or an operation needs the values of a fake tensor."""
 _CACHES = "transformers.pytorch_utils"

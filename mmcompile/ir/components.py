@@ -258,8 +258,7 @@ def _joined(module: fx.GraphModule, tree: _Tree, candidates: Sequence[_Branch]) 
 
 def _in_order(owner: Mapping[fx.Node, str], branches: Sequence[_Branch]) -> list[_Branch]:
     """Return the branches in the order of their last nodes in the graph: each before all that read it."""
-    nodes = next(iter(owner)).graph.nodes if owner else ()
-    last = {owner[node]: place for place, node in enumerate(nodes) if node in owner}
+    last = {owner[node]: place for place, node in enumerate(sorted(owner))}
     return sorted((branch for branch in branches if branch.name in last), key=lambda branch: last[branch.name])
 
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture_errors import line_of_node
-from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode, enable_python_dispatcher
+from mmcompile.ir.compat import VALUES_NEEDED, FakeTensorMode, enable_python_dispatcher, mkldnn_flags
 
 _SHOWN = 6
 _GRAPHED = ("torch._library.autograd", "mmcompile.ir.nodes")
@@ -281,6 +281,6 @@ def _fake_loss(module: fx.GraphModule) -> tuple[Tensor, dict[str, Tensor]]:
     runner = _OnFakes(module, FakeTensorMode())
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [runner.fake(value) if isinstance(value, Tensor) else value for value in values]
-    with runner.mode, enable_python_dispatcher(), torch.backends.mkldnn.flags(allow_tf32=False), torch.enable_grad():
+    with runner.mode, enable_python_dispatcher(), mkldnn_flags(allow_tf32=None), torch.enable_grad():
         results = runner.run(*inputs)
     return results[0], runner.fakes

@@ -78,8 +78,7 @@ _WITHOUT_DYNAMIC_SIZES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: ctc_loss,
     torch.Tensor.expand_as: lambda input, other: input.expand(other.shape),
 }
-"""Function whose result has a size that depends on values, or that reads only a shape -> the same by indices or that shape,
-known where masks and counts are."""
+"""Function whose result depends on values or on a shape alone -> the same by indices or by that shape, known where these are."""
 NEW = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
 FACTORIES_LIKE: dict[Any, Any] = {
     aten.new_ones.default: aten.ones.default,

@@ -20,6 +20,7 @@ from mmcompile.ir.compat import (
     OpOverload,
     fake_mode_of,
     is_mutating_op,
+    mkldnn_flags,
     plain_checkpointing,
     transformers_eager_paths,
 )
@@ -102,8 +103,7 @@ class _LossOnly(nn.Module):
         for name, buffer in self.model.named_buffers():
             if name in self.constants and isinstance(buffer, FakeTensor):
                 known.learn(buffer, self.constants[name])
-        # Without mkldnn: recurrent layers are recorded step by step, as where the graph is checked.
-        with transformers_eager_paths(), plain_checkpointing(), torch.backends.mkldnn.flags(allow_tf32=False):  # noqa: SIM117
+        with transformers_eager_paths(), plain_checkpointing(), mkldnn_flags(allow_tf32=None):  # noqa: SIM117
             with no_python_randomness(self.model), known_values(known):
                 loss = self._loss(inputs)
         self._on_trace(gradient_paths(loss, dict(self.model.named_parameters())))
