@@ -31,14 +31,13 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from support.oracles.eager import NEGLIGIBLE  # noqa: E402
 from zoo import ALL, FAMILIES  # noqa: E402
-from zoo.checks import TOLERANCE, Check, Row, check_family  # noqa: E402
+from zoo.checks import COLUMNS, TOLERANCE, Check, Row, check_family  # noqa: E402
 
 TIMEOUT_S = 600
 WANTED = 115
 
 _OF_OTHER_BATCHES = ("other values", "longer text", "other size")
-_CHECKS = ("captured batch", *_OF_OTHER_BATCHES, "parts frozen", "engine step")
-_COLUMNS = ("family", "mode", *_CHECKS, "nodes", "s", "dynamic dims", "components", "why not more")
+_COLUMNS = ("family", "mode", *COLUMNS, "nodes", "s", "dynamic dims", "components", "why not more")
 
 
 def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
@@ -55,9 +54,8 @@ def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
             if row.wrong:
                 progress.console.print(f"[red]{row.family} is wrong[/]: {'; '.join(row.wrong)}", highlight=False)
             elif not console.is_terminal:
-                progress.console.print(
-                    f"{row.family}: {'refused as expected' if row.refused else 'right'}", highlight=False
-                )
+                ended = "refused as expected" if row.refused else row.unexpected or "right"
+                progress.console.print(f"{row.family}: {ended}", highlight=False)
             yield row
 
 
@@ -93,13 +91,14 @@ def markdown(matrix: Sequence[Row]) -> str:
     """The matrix as docs/coverage.md."""
     passed, refused = sum(row.passed for row in matrix), sum(row.refused for row in matrix)
     others = sum(bool(row.unexpected) for row in matrix if not row.refused and not row.wrong)
+    wrong = sum(bool(row.wrong) for row in matrix)
     lines = [
         "# Capture coverage",
         "",
         f"{passed} of {len(matrix)} multimodal families are right in every column, with no per-model code; {refused} are refused "
-        f"with the line that decides, {others} are as eager with other components than written down. Made by `make coverage` "
-        f"with torch {torch.__version__.split('+')[0]} and transformers {transformers.__version__}; tiny random configurations, "
-        "float32, one CPU thread.",
+        f"with the line that decides, {others} are as eager with other components than written down, {wrong} differ. "
+        f"Made by `make coverage` with torch {torch.__version__.split('+')[0]} and transformers {transformers.__version__}; tiny "
+        "random configurations, float32, one CPU thread.",
         "",
         "- **captured batch**: loss and every parameter gradient of the graph against eager. `identical` means every bit; "
         "otherwise the largest difference of a gradient, relative to the parameter's largest (counted as at least "
@@ -130,7 +129,7 @@ def _line(row: Row) -> str:
     cells = (
         row.family,
         row.mode or ("REFUSED" if row.refused else "FAILED"),
-        *(_cell(row.checks.get(column), bucket=column in _OF_OTHER_BATCHES) for column in _CHECKS),
+        *(_cell(row.checks.get(column), bucket=column in _OF_OTHER_BATCHES) for column in COLUMNS),
         str(row.nodes),
         f"{row.capture_s:.1f}",
         dynamic or "none",

@@ -131,10 +131,8 @@ def join(key: str, items: Sequence[tuple[int, Value]], fill: int | float) -> Val
         BatchError: ranks, dtypes or nestings that differ, or plain values that are not equal.
     """
     first_index, first = items[0]
-    if not isinstance(first, Tensor) and _holds_tensors(first):
-        return _nested(key, items, fill)
     if not isinstance(first, Tensor):
-        return _same(key, items)
+        return _nested(key, items, fill) if _holds_tensors(first) else _same(key, items)
     tensors: list[Tensor] = []
     for index, value in items:
         if not isinstance(value, Tensor):

@@ -41,10 +41,7 @@ class Capture:
         """Return what the host program computes for a batch; None if the graph does not hold: other values are read from it."""
         try:
             result = self.host.run(given)
-        except (
-            IndexError,
-            RuntimeError,
-        ):  # sizes that were read from the captured batch, and are too small for this one
+        except (IndexError, RuntimeError):  # a size read from the captured batch is too small for this one
             return None
         return result if result.reads == self.reads else None
 

@@ -71,8 +71,8 @@ class _LossOnly(nn.Module):
         batch: real value of each tensor input, and plain values, which are fixed.
         options: further arguments of the model's forward.
         known_buffers: whether Python may read the values of integer buffers.
-        on_trace: called after a traced forward with the paths of its gradient. A callback,
-            because export removes attributes that a forward sets.
+        on_trace: called after a traced forward with the paths of its gradient. A callback, because export removes attributes
+            that a forward sets.
     """
 
     def __init__(

@@ -348,7 +348,7 @@ class TestHuggingFace:
         batches = make()
         steps, cursors = [], [batches.cursor()]
         for _ in range(14):
-            steps.append([row["input_ids"][0] for row in batches.read()])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+            steps.append([row["input_ids"][0] for row in batches.read()])  # pyright: ignore[reportArgumentType, reportIndexIssue, reportOptionalSubscript]
             cursors.append(batches.cursor())
         check_epochs(list(itertools.chain(*steps)), 13)
         assert ("examples_iterable" in cursors[-1]) == (not buffer)
@@ -356,10 +356,10 @@ class TestHuggingFace:
         for start in [3, 9, 2, 13, 0, 4, 5, 8, 12, 0]:
             for reader in readers:
                 reader.seek(cursors[start])
-                found = [row["input_ids"][0] for row in reader.read()]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+                found = [row["input_ids"][0] for row in reader.read()]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportOptionalSubscript]
                 assert found == steps[start]
 
     def test_indices(self) -> None:
         batches = batches_of(hugging_face(13), 3, 0)
         assert isinstance(batches, MapBatches)
-        assert [row["input_ids"][0] for row in batches.read()] == list(batches.indices(1))  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+        assert [row["input_ids"][0] for row in batches.read()] == list(batches.indices(1))  # pyright: ignore[reportArgumentType, reportIndexIssue, reportOptionalSubscript]

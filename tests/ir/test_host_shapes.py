@@ -116,6 +116,27 @@ def test_the_graph_holds_for_equal_reads_and_is_eager_there(deciding: tuple[nn.M
     assert not holds_for(model, found, _batch(ids=[0, 3, 5, 3, 7, 9]))
 
 
+class _Marking(nn.Module):
+    """Marks positions in a table as long as the largest of them, and asks how many are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        marks = torch.zeros(int(positions.max()), dtype=torch.int64)
+        marks[positions - 1] = 1
+        hidden = self.layer(x)
+        return {"loss": hidden.sum() if marks.sum() > 1 else hidden.mean()}
+
+
+def test_a_batch_beyond_a_size_that_was_read_needs_a_new_graph() -> None:
+    model, batch = _Marking(), {"x": torch.ones(2, 4), "positions": torch.tensor([1, 3])}
+    found = capture(model, batch)
+    assert holds_for(model, found, {**batch, "x": torch.zeros(2, 4)})
+    assert not holds_for(model, found, {**batch, "positions": torch.tensor([1, 5])})
+
+
 def test_a_model_that_asks_nothing_has_an_empty_program() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
