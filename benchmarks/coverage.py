@@ -102,7 +102,8 @@ def markdown(matrix: Sequence[Row]) -> str:
         "",
         "- **captured batch**: loss and every parameter gradient of the graph against eager. `identical` means every bit; "
         "otherwise the largest difference of a gradient, relative to the parameter's largest (counted as at least "
-        f"{NEGLIGIBLE:g} of the model's largest), which must be below {TOLERANCE:g}.",
+        f"{NEGLIGIBLE:g} of the model's largest), which must be below {TOLERANCE:g}, or below what eager's own change "
+        "by when its weights change in their last bit, and then the cell gives that, too.",
         "- **other values**: the captured sizes, new tokens, pixels and sounds. **longer text**: more tokens. "
         "**other size**: more samples, longer text, other number of images. `same graph` ran without a new capture, "
         "`new bucket` through one more, because of sizes that may not vary, or because the model's Python reads other values "
@@ -150,9 +151,10 @@ def _cell(check: Check | None, *, bucket: bool) -> str:
 
 
 def _short(text: str) -> str:
-    """Only the figure of a difference: `gradients 2.5e-07`."""
+    """Only the figures of a difference: `gradients 2.5e-07`."""
     found = re.search(r"gradients by up to (\S+)", text)
-    return f"gradients {found.group(1)}" if found else text
+    own = re.search(r"eager's own by (\S+)", text)
+    return f"gradients {found.group(1)}{f' (own change {own.group(1)})' if own else ''}" if found else text
 
 
 def main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text + "\n" == path.read_text(), f"differs from {path}; if it should, run with --update-golden"
 
     return check
+
+
+def pytest_collection_finish() -> None:
+    """Take what is loaded out of garbage collection, and collect less often: captures make millions of objects, few in cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,11 +7,11 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 from torch.fx.graph import CodeGen
 
 from mmcompile.errors import BatchError, CaptureError
@@ -179,7 +179,7 @@ def export_step(
             exported = torch.export.export(
                 wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None
             )
-    module = _rooted_at_model(exported.module(check_guards=False), model)
+    module = _rooted_at_model(exported, model)
     functionalize(module.graph)
     if changed_buffers(module.graph.nodes).keys() & wrapper.constants.keys():
         return export_step(model, batch, dynamic, known_buffers=False)
@@ -210,31 +210,35 @@ def _constants(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
+def _rooted_at_model(exported: ExportedProgram, model: nn.Module) -> fx.GraphModule:
     """Return the exported graph in a module with the model's parameters and buffers under their names in the model.
 
-    All other tensors are named `constant_<n>`.
+    All other tensors are named `constant_<n>`. (`exported.module()` would generate code of copies of the graph three times.)
     """
-    inline_regions(exported)
+    graph, values = exported.graph, {**exported.state_dict, **exported.constants}
+    for spec, node in zip(exported.graph_signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
+        if spec.target is not None:
+            with graph.inserting_after(node):
+                read = graph.create_node("get_attr", spec.target)
+            read.meta = node.meta
+            node.replace_all_uses_with(read)
+            graph.erase_node(node)
+    inline_regions(exported.graph_module)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    first_name: dict[int, str] = {}
-    for name, tensor in own.items():
-        first_name.setdefault(id(tensor), name)
-    tensors: dict[str, object] = {}
-    for node in exported.graph.nodes:
-        if node.op != "get_attr":
-            continue
+    first_name = {id(tensor): name for name, tensor in reversed(own.items())}
+    tensors: dict[str, Any] = {}
+    for node in graph.find_nodes(op="get_attr"):
         name = str(node.target).removeprefix("model.")
         if name in own:
             node.target = first_name[id(own[name])]
             tensors[node.target] = own[name]
         else:
-            value = cast(object, attribute(exported, str(node.target)))
+            value = values[node.target] if node.target in values else attribute(exported.graph_module, str(node.target))
             node.target = f"constant_{len(tensors)}"
             tensors[node.target] = value.detach() if isinstance(value, torch.Tensor) else value
-    exported.graph.set_codegen(CodeGen())
-    _clean_module_paths(exported.graph)
-    return fx.GraphModule(tensors, exported.graph, type(model).__name__)
+    graph.set_codegen(CodeGen())
+    _clean_module_paths(graph)
+    return fx.GraphModule(tensors, graph, type(model).__name__)
 
 
 def inline_regions(exported: fx.GraphModule) -> None:

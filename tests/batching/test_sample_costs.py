@@ -13,9 +13,9 @@ import pytest
 import torch
 import zoo
 from support.oracles.sample_shapes import shapes_of_samples
+from support.plans.captured_once import CapturedOnce
 from zoo.parts import AUDIO, IMAGE
 
-import mmcompile as mm
 from mmcompile.batching.balance.assignment import SampleCosts
 from mmcompile.batching.sample_costs import costs_of_samples, costs_of_shapes
 from mmcompile.data.sample import SampleShape
@@ -29,16 +29,18 @@ IN_SEQUENCE = {"llava": (IMAGE,), "qwen2_5_vl": (IMAGE,), "qwen2_audio": (AUDIO,
 
 @cache
 def planned(family: str, projector: str | None = None) -> Plan:
-    chosen = zoo.ALL[family]
-    return mm.plan(
-        chosen.build(),
-        chosen.batch(),
+    return _captured(family).plan(
         cluster="1x8xH100",
         num_microbatches=2,
         stages={"language_model": 1},
         replicas={"language_model": 2, ENCODERS[family]: 3},
-        projector=projector,  # type: ignore[arg-type]
+        projector=projector,
     )
+
+
+@cache
+def _captured(family: str) -> CapturedOnce:
+    return CapturedOnce.on(zoo.ALL[family].build(), zoo.ALL[family].batch())
 
 
 def variable(count: int) -> list[zoo.Batch]:

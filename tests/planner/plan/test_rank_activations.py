@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,22 +13,20 @@ from support.graphs.split import root_values
 from support.oracles.kept_bytes import kept_bytes
 from support.oracles.stage_memory import stage_activation_bytes
 from support.oracles.stage_oracle import in_order
-from torch import Tensor, nn
+from support.plans.captured_once import CapturedOnce
+from torch import Tensor
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from zoo import ALL
 from zoo.family import Size
 
-import mmcompile as mm
 from mmcompile.codegen.load import load_stage
 from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.ir.inputs import completed
 from mmcompile.kernels.process_groups import REPLICA_GROUP, TENSOR_GROUP, register_group
 from mmcompile.passes.cost.cost import Cost
-from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.tensor_parallel.tensor_axes import tensor_axes
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
@@ -50,15 +49,14 @@ def only_rank(name: str, count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def kept_by_first_ranks(model: nn.Module, found: Capture, batch: Mapping[str, Any], plan: Plan) -> dict[str, int]:
+def kept_by_first_ranks(subject: CapturedOnce, plan: Plan) -> dict[str, int]:
     """Bytes that the first rank of each stage keeps for the backward of one microbatch, measured."""
+    model = subject.model
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     programs = {
-        name: program
-        for name, program in mm.stage_programs(model, batch, plan).items()
-        if name.partition("@")[2] in ("", "0")
+        name: program for name, program in subject.programs(plan).items() if name.partition("@")[2] in ("", "0")
     }
-    roots, made, kept = root_values(found, batch), dict[str, Tensor](), dict[str, int]()
+    roots, made, kept = root_values(subject.found, subject.batch), dict[str, Tensor](), dict[str, int]()
     for name in in_order(programs):
         program = programs[name]
         own = {spec.name: _held(spec, tensors[spec.whole_name]) for spec in program.parameters}
@@ -73,6 +71,12 @@ def kept_by_first_ranks(model: nn.Module, found: Capture, batch: Mapping[str, An
     return kept
 
 
+@functools.cache
+def _captured(name: str) -> CapturedOnce:
+    model = ALL[name].build()
+    return CapturedOnce.on(model, completed(model, ALL[name].draw(LONG, seed=0)))
+
+
 def _held(spec: ParameterSpec, whole: Tensor) -> Tensor:
     return (whole if spec.shard is None else spec.shard.part(whole, spec.index)).detach().clone()
 
@@ -83,12 +87,10 @@ def _held(spec: ParameterSpec, whole: Tensor) -> Tensor:
     "name", ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "gemma3", "qwen2_audio"))]
 )
 def test_ranks_that_share_tensors_keep_what_is_predicted(name: str, degree: int) -> None:
-    model = ALL[name].build()
-    given = ALL[name].draw(LONG, seed=0)
-    found, batch = capture(model, given), completed(model, given)
-    GradientFlow().run(found.graph)
-    table = Cost().run(found.graph)
-    axes = tensor_axes(found.graph, degree, table)
+    subject = _captured(name)
+    graph = subject.capture().graph
+    table = Cost().run(graph)
+    axes = tensor_axes(graph, degree, table)
     shared = {part: degree for part, own in axes.items() if degree in own.degrees}
     assert "language_model" in shared
     pricing = Pricing(
@@ -97,11 +99,11 @@ def test_ranks_that_share_tensors_keep_what_is_predicted(name: str, degree: int)
         dtype="float32",
         tensor_shares={part: own.layers for part, own in axes.items()},
     )
-    options = {"stages": {"language_model": 2}, "tensor_parallel": shared, "num_microbatches": 1}
+    options: dict[str, Any] = {"stages": {"language_model": 2}, "tensor_parallel": shared, "num_microbatches": 1}
     for recompute in RECOMPUTES:
-        plan = mm.plan(model, batch, cluster="2x8xH100", recompute=recompute, **options)
+        plan = subject.plan("2x8xH100", recompute=recompute, **options)
         with only_rank(TENSOR_GROUP, degree):
-            found_bytes = kept_by_first_ranks(model, found, batch, plan)
+            found_bytes = kept_by_first_ranks(subject, plan)
         for stage in plan.stages:
             costs = [
                 pricing.costs(
@@ -120,13 +122,10 @@ def test_ranks_that_share_tensors_keep_what_is_predicted(name: str, degree: int)
 )
 def test_replicas_that_share_parameters_keep_none_of_them_whole(recompute: Recompute) -> None:
     """They keep for the backward what replicas with parameters of their own do, to the byte."""
-    model = ALL["llava"].build()
-    given = ALL["llava"].draw(LONG, seed=0)
-    found, batch = capture(model, given), completed(model, given)
-    GradientFlow().run(found.graph)
-    plain = mm.plan(model, batch, cluster="2x8xH100", recompute=recompute, replicas=2, num_microbatches=1)
+    subject = _captured("llava")
+    plain = subject.plan("2x8xH100", recompute=recompute, replicas=2, num_microbatches=1)
     shared = replace(plain, chains=tuple(replace(chain, fsdp=True) for chain in plain.chains))
-    wanted = kept_by_first_ranks(model, found, batch, plain)
+    wanted = kept_by_first_ranks(subject, plain)
     with only_rank(REPLICA_GROUP, 2):
-        assert kept_by_first_ranks(model, found, batch, shared) == wanted
+        assert kept_by_first_ranks(subject, shared) == wanted
     assert max(wanted.values()) > 0

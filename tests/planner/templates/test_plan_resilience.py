@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations, combinations_with_replacement
+from typing import Any
 
 import pytest
 import torch
+from support.plans.captured_once import CapturedOnce
 from support.plans.problem import problem_of
 from support.plans.toy_plan import FINGERPRINT, cost, toy_graph, vision_language
 from torch import nn
@@ -40,8 +42,8 @@ def llava() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return llava()
+def subject() -> CapturedOnce:
+    return CapturedOnce.on(llava(), BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,8 @@ def phases() -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def plan(model: nn.Module, phases: dict[str, float]) -> Plan:
-    return mm.plan(
-        model,
-        BATCH,
+def plan(subject: CapturedOnce, phases: dict[str, float]) -> Plan:
+    return subject.plan(
         cluster="6x1xcpu",
         num_microbatches=8,
         projector="with_encoder",
@@ -138,8 +138,10 @@ def held_by_adamw(model: nn.Module, names: Iterable[str]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_layer_bytes_are_what_adamw_holds_after_a_step(model: nn.Module, plan: Plan, resilience: Resilience) -> None:
-    components = {component.name: component for component in mm.capture(model, BATCH).components}
+def test_layer_bytes_are_what_adamw_holds_after_a_step(
+    subject: CapturedOnce, plan: Plan, resilience: Resilience
+) -> None:
+    model, components = subject.model, {component.name: component for component in subject.found.graph.components}
     expected: Mapping[str, tuple[int, ...]] = {
         name: tuple(held_by_adamw(model, components[component].layers[layer].parameters) for component, layer in layers)
         for name, layers in layers_of(plan).items()
@@ -159,10 +161,8 @@ def test_a_plan_with_templates_is_told_in_phases_and_survives_json(plan: Plan, p
     assert "resilience   fault tolerance 1: any 4..6 nodes can be used in full; below 4 training stops" in str(plan)
 
 
-def test_a_step_is_that_of_all_replicas(model: nn.Module) -> None:
-    plan = mm.plan(
-        model,
-        BATCH,
+def test_a_step_is_that_of_all_replicas(subject: CapturedOnce) -> None:
+    plan = subject.plan(
         cluster="4x2xcpu",
         num_microbatches=3,
         replicas=2,
@@ -199,14 +199,15 @@ def test_a_step_is_that_of_all_replicas(model: nn.Module) -> None:
         ({"cluster": "8x1xH100", "tensor_parallel": 2}, "no templates: stages share tensors inside a node, tensor_par"),
     ],
 )
-def test_what_cannot_be_promised_is_refused(options: dict[str, object], message: str, model: nn.Module) -> None:
+def test_what_cannot_be_promised_is_refused(options: dict[str, Any], message: str, subject: CapturedOnce) -> None:
+    asked: dict[str, Any] = {"num_microbatches": 8, "fault_tolerance": 1} | options
     with pytest.raises(PlanError, match=message):
-        mm.plan(model, BATCH, **{"num_microbatches": 8, "fault_tolerance": 1} | options)  # type: ignore[arg-type]
+        subject.plan(**asked)
 
 
-def test_a_negative_fault_tolerance_is_refused(model: nn.Module) -> None:
+def test_a_negative_fault_tolerance_is_refused(subject: CapturedOnce) -> None:
     with pytest.raises(ConfigError, match="fault_tolerance is -1; give the number of nodes that may fail at once"):
-        mm.plan(model, BATCH, cluster="4x1xcpu", fault_tolerance=-1)
+        mm.plan(subject.model, BATCH, cluster="4x1xcpu", fault_tolerance=-1)
 
 
 def best_of(cluster: str, strategy: str = "auto", global_batch: int | None = None) -> tuple[Problem, Candidate]:
