@@ -57,6 +57,7 @@ def find_structure(
             _Branch(name=c.name, module=path, sources=frozenset(c.sources)) for c in reference for path in c.modules
         ]
     owner, branches = _assign_until_pure(module.graph, tree, branches)
+    _copy_what_inputs_alone_decide(module, sources, owner)
     wrappers = _wrappers(branches)
     index, names = _layers(module.graph, owner, wrappers, {c.name: c for c in reference or ()})
     for node in module.graph.nodes:
@@ -357,6 +358,33 @@ def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:
         if node in owner and any(owner.get(source) == _MAIN for source in node.all_input_nodes):
             owner[node] = _MAIN
     return owner
+
+
+def _copy_what_inputs_alone_decide(
+    module: fx.GraphModule, sources: dict[fx.Node, Sources | None], owner: dict[fx.Node, str]
+) -> None:
+    """Copy what one encoder computes for another from inputs of the model alone (a cast, a slice): neither waits for the other.
+
+    Changes the graph, `sources` and `owner` (node -> component). Where one reads other values of the other, nothing is copied.
+    """
+    alone, count = set[fx.Node](), len(owner)
+    for node in sorted(owner):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        before = node.all_input_nodes
+        if not random and all(s.op == "placeholder" or s in alone or sources[s] is None for s in before):
+            alone.add(node)
+    links = [(source, user) for source in owner for user in source.users if owner.get(user, _MAIN) != owner[source]]
+    needed = {(owner[source], owner.get(user, _MAIN)) for source, user in links if source not in alone}
+    for node in sorted(alone, reverse=True):
+        readers = {owner.get(user, _MAIN) for user in node.users} - {owner[node], _MAIN}
+        for name in sorted(reader for reader in readers if (owner[node], reader) not in needed):
+            with module.graph.inserting_after(node):
+                copy = module.graph.node_copy(node)
+            owner[copy], sources[copy] = name, sources[node]
+            for user in [user for user in node.users if owner.get(user) == name]:
+                user.replace_input_with(node, copy)
+    if len(owner) > count:
+        module.recompile()
 
 
 def _inside(path: str, module: str) -> bool:

@@ -255,12 +255,19 @@ class _OnFakes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         try:
-            return super().run_node(n)
+            result, traced = super().run_node(n), n.meta.get("val")
         except VALUES_NEEDED as error:
             raise CaptureError(
                 f"the size of {n.target} ({line_of_node(n)}) depends on values that are not "
                 "known during capture; compute the mask or the count from inputs alone, or mask by multiplication"
             ) from error
+        if n.op != "call_function" or not isinstance(result, Tensor) or not isinstance(traced, Tensor):
+            return result
+        # What replaced an in-place op may have other strides than the written tensor, and `linear` is other ops for them.
+        shape, strides = traced.shape, traced.stride()
+        if result.stride() == strides or 0 in strides:
+            return result
+        return torch.empty_strided(shape, strides, dtype=result.dtype, device=result.device).copy_(result)
 
     def fetch_attr(self, target: str) -> Any:
         if target not in self.fakes:

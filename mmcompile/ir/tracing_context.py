@@ -30,6 +30,18 @@ _MAX_DEPTH = 4
 _NOT_DRAWING = ("seed", "get_state", "set_state", "getstate", "setstate", "get_bit_generator", "set_bit_generator")
 _UNIT = ("random", "random_sample", "rand", "uniform")
 """Names of functions that, without arguments or with the bounds 0 and 1, draw one number of [0, 1)."""
+_SEEDABLE = (
+    "Random",
+    "RandomState",
+    "SystemRandom",
+    "SeedSequence",
+    "MT19937",
+    "PCG64",
+    "PCG64DXSM",
+    "Philox",
+    "SFC64",
+)
+"""Names of classes of `random` and `numpy.random` whose instances are seeded by the system where no seed is given."""
 
 
 @contextlib.contextmanager
@@ -158,6 +170,20 @@ def _watched(name: str, function: Callable[..., Any], seeded: list[str]) -> Call
     return call
 
 
+class _SeededOnly(type):
+    """Metaclass of stand-ins for generator classes: a call with a seed makes an instance of the class; one without is refused."""
+
+    made: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if all(value is None for value in (*args, *kwargs.values())):
+            raise _refusal("a generator without a seed")
+        return cls.made(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.made)
+
+
 @contextlib.contextmanager
 def no_python_randomness(model: nn.Module) -> Generator[None]:
     """Raise CaptureError in the block where a model draws from numpy or Python, unless it sets the seed itself.
@@ -178,6 +204,9 @@ def no_python_randomness(model: nn.Module) -> Generator[None]:
             if callable(value) and not isinstance(value, type) and not name.startswith("_"):
                 before.append((module, name, value))
                 setattr(module, name, _watched(name, value, seeded))
+            elif name in _SEEDABLE:
+                before.append((module, name, value))
+                setattr(module, name, _SeededOnly(name, (), {"made": value}))
     state = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield

@@ -351,6 +351,20 @@ class _Towers(_Parts):
         return {"loss": F.mse_loss(self.head(self.blocks(torch.cat([read, seen], 1))), target)}
 
 
+class _Ears(_Parts):
+    """Two towers over halves of the same scaled sounds, and noise that is drawn once for both if there is any."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__(words=nn.Embedding(8, 4), left=_blocks(4), right=_blocks(4))
+        self.noise = noise
+
+    def forward(self, input_ids: Tensor, sounds: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        sounds = sounds + self.noise * torch.randn_like(sounds) if self.noise else sounds
+        first, second = (sounds * 2).split(4, -1)
+        heard = self.parts["left"](first), self.parts["right"](first + second)
+        return self.loss(torch.cat([self.parts["words"](input_ids), *heard], 1), labels)
+
+
 class _Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -404,6 +418,18 @@ _PIXELS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
             {"input_ids": _IDS, "pixels": _PIXELS, "target": torch.randn(2, 7, 8)},
             "seeing>language_model, reading>language_model",
             id="two towers in one module",
+        ),
+        pytest.param(
+            _Ears,
+            {"input_ids": _IDS, "sounds": torch.randn(2, 4, 8), "labels": _IDS},
+            "left>language_model, right>language_model",
+            id="what two towers compute from inputs alone is computed by both",
+        ),
+        pytest.param(
+            lambda: _Ears(noise=0.1),
+            {"input_ids": _IDS, "sounds": torch.randn(2, 4, 8), "labels": _IDS},
+            "left>right>language_model, left>language_model",
+            id="noise that two towers share is drawn once",
         ),
     ],
 )

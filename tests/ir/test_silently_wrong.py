@@ -413,6 +413,10 @@ DRAWS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "python": lambda h, given: h * random.uniform(0.5, 1.5),
     "python scalar": lambda h, given: h * random.random(),
     "generator without a seed": lambda h, given: h * float(np.random.default_rng().random()),
+    "bits without a seed": lambda h, given: h * float(np.random.Generator(np.random.PCG64()).random()),
+    "state without a seed": lambda h, given: h * float(np.random.RandomState(None).rand()),
+    "generator of Python without a seed": lambda h, given: h * random.Random().random(),
+    "generator of the system": lambda h, given: h * random.SystemRandom().random(),
 }
 
 
@@ -434,6 +438,10 @@ def test_random_numbers_that_decide_nothing_are_none() -> None:
     """Layer drop of rate 0, as models of transformers write it."""
     assert_as_eager(Between(lambda h, given: h if random.uniform(0, 1) < 0.0 or np.random.random() < 0 else h * 2))
     assert_as_eager(Between(lambda h, given: h * float(np.random.default_rng(3).random())))
+    assert_as_eager(Between(lambda h, given: h * float(np.random.RandomState(3).rand())))
+    assert_as_eager(
+        Between(lambda h, given: h * isinstance(random.Random(3), random.Random) * random.Random(x=3).random())
+    )
 
 
 # Batches with nested tensors, and tensors that a capture must not mark.

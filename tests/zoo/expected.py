@@ -87,10 +87,10 @@ PATHS: dict[str, str] = {
     "xclip": "vision_model > mit > language_model, "
     "vision_model > prompts_visual_layernorm > language_model, text_model > text_projection > language_model",
     "videoprism": "video_model > language_model, text_model > language_model",
-    "clvp": "conditioning_encoder > speech_decoder_model > speech_encoder_model > language_model, "
-    "text_encoder_model > language_model",
+    # Its conditioning encoder joins sounds and words: behind them, decoder and speech encoder are one chain to the loss.
+    "clvp": "mel_attn_blocks > language_model, text_encoder_model > language_model",
     # text read with a picture, with a page, with regions
-    "bridgetower": "text_model > cross_modal_text_transform > language_model, "
+    "bridgetower": "text_model > cross_modal_text_transform > language_model, text_model > itc_text_head > language_model, "
     "vision_model > cross_modal_image_transform > language_model",
     "bridgetower_masked": "text_model > cross_modal_text_transform > language_model, "
     "vision_model > cross_modal_image_transform > language_model",
