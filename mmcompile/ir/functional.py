@@ -10,14 +10,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import CaptureError
-from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op, op_schema, storage_of
+from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op, op_schema, shape_hint, size_hint, storage_of
 from mmcompile.ir.nodes import with_value
 
 aten = torch.ops.aten
@@ -75,7 +77,8 @@ def functionalize(graph: fx.Graph) -> None:
     and leaves its gradient as it was.
 
     Raises:
-        CaptureError: an in-place op has no functional form, or writes through a view of another dtype.
+        CaptureError: an in-place op has no functional form, writes through a view of another dtype, or reads a part of what it
+            writes.
     """
     memory = _Memory(graph)
     for node in list(graph.nodes):
@@ -162,6 +165,9 @@ class _Memory:
         """Replace `node`, an in-place op on `target`, by functional ops that compute the new values of all memory it wrote."""
         written = self._original(target)
         base = self.base(written)
+        for source in map(self._original, node.all_input_nodes):
+            if self.base(source) is base and _overlap_in_part(written.meta["val"], source.meta["val"]):
+                raise _refused(node, "reads a part of what it writes, in an order that torch does not define")
         with self.graph.inserting_before(node):
             chain = [(written, _update(self.graph, node, target))]
             while written in self.viewed:
@@ -240,6 +246,23 @@ def _functional(node: fx.Node) -> OpOverload:
 def _storages(node: fx.Node) -> set[int]:
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return {storage_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
+
+
+def _overlap_in_part(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors in the same memory have elements in common, but are not the same view of it."""
+    views = [
+        {
+            "data": (1 + size_hint(view.storage_offset()) * view.itemsize, True),
+            "shape": shape_hint(view),
+            "strides": tuple(size_hint(stride) * view.itemsize for stride in view.stride()),
+            "typestr": f"|V{view.itemsize}",
+            "version": 3,
+        }
+        for view in (one, other)
+    ]
+    # numpy solves it exactly from addresses; it reads none of them.
+    arrays = [np.asarray(SimpleNamespace(__array_interface__=view)) for view in views]
+    return views[0] != views[1] and np.shares_memory(*arrays)
 
 
 def _run(node: fx.Node) -> Any:

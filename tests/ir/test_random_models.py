@@ -69,6 +69,7 @@ def _other_buffers(graph: torch.fx.GraphModule, alone: nn.Module) -> str:
 @example(
     program=[("view", 0, 0, 0), ("added_by_index", 0, 0, 0)], frozen=6
 )  # the result's strides decide what `linear` is
+@example(program=[("view", 0, 0, 0), ("put_in_slice", 0, 0, 1)], frozen=0)  # reads a part of what it writes
 def check(program: list[Step], frozen: int) -> None:
     found = wrong(program, frozen)
     assume(found is not None)

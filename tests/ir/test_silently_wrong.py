@@ -404,6 +404,22 @@ def test_a_mask_expanded_to_an_activations_shape_stays_known() -> None:
     assert_as_eager(Between(_added_under_a_mask))
 
 
+def _moved_by(step: int, start: int) -> Callable[[Tensor, Batch], Tensor]:
+    def write(h: Tensor, given: Batch) -> Tensor:
+        turned = h.clone().transpose(0, 1)
+        turned[start::step] = turned[: turned.shape[0] - start : step]
+        return turned.transpose(0, 1)
+
+    return write
+
+
+def test_a_write_that_reads_a_part_of_what_it_writes_is_refused() -> None:
+    """Its result depends on the order in which elements are copied, which torch leaves open."""
+    with pytest.raises(CaptureError, match=r"reads a part of what it writes.*cannot be made functional"):
+        capture(Between(_moved_by(1, 1)), batch())
+    assert_as_eager(Between(_moved_by(2, 1)))  # every other one, from its neighbour
+
+
 # Randomness outside torch.
 
 DRAWS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
