@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import operator
 from collections.abc import Callable, Mapping
@@ -215,7 +216,8 @@ def _rooted_at_model(exported: ExportedProgram, model: nn.Module) -> fx.GraphMod
 
     All other tensors are named `constant_<n>`. (`exported.module()` would generate code of copies of the graph three times.)
     """
-    graph, values = exported.graph, {**exported.state_dict, **exported.constants}
+    # Export leaves nodes out of `users` where regions share a value; in a copy they are whole.
+    graph, values = copy.deepcopy(exported.graph), {**exported.state_dict, **exported.constants}
     for spec, node in zip(exported.graph_signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
         if spec.target is not None:
             with graph.inserting_after(node):
@@ -223,7 +225,7 @@ def _rooted_at_model(exported: ExportedProgram, model: nn.Module) -> fx.GraphMod
             read.meta = node.meta
             node.replace_all_uses_with(read)
             graph.erase_node(node)
-    inline_regions(exported.graph_module)
+    inline_regions(graph, exported.graph_module)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     first_name = {id(tensor): name for name, tensor in reversed(own.items())}
     tensors: dict[str, Any] = {}
@@ -241,9 +243,8 @@ def _rooted_at_model(exported: ExportedProgram, model: nn.Module) -> fx.GraphMod
     return fx.GraphModule(tensors, graph, type(model).__name__)
 
 
-def inline_regions(exported: fx.GraphModule) -> None:
+def inline_regions(graph: fx.Graph, exported: fx.GraphModule) -> None:
     """Inline the bodies of regions with `torch.no_grad` or with autocast off. Values that leave a no_grad region are detached."""
-    graph = exported.graph
     for node in list(graph.nodes):
         if node.op != "call_function" or not str(node.target).startswith("wrap_with_"):
             continue
@@ -261,7 +262,7 @@ def inline_regions(exported: fx.GraphModule) -> None:
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-        inline_regions(exported)
+        inline_regions(graph, exported)
         return
 
 

@@ -365,7 +365,7 @@ class _Module(nn.Module):
 def _exported(module: nn.Module, *inputs: Tensor) -> fx.GraphModule:
     """The graph as export leaves it, in-place ops included, without regions."""
     exported = torch.export.export(module, inputs, strict=False).module(check_guards=False)
-    inline_regions(exported)
+    inline_regions(exported.graph, exported)
     return exported
 
 
