@@ -31,7 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from support.oracles.eager import NEGLIGIBLE  # noqa: E402
 from zoo import ALL, FAMILIES  # noqa: E402
-from zoo.checks import COLUMNS, TOLERANCE, Check, Row, check_family  # noqa: E402
+from zoo.checks import COLUMNS, TOLERANCE, UNSTABLE, Check, Row, check_family  # noqa: E402
 
 TIMEOUT_S = 600
 WANTED = 115
@@ -102,8 +102,9 @@ def markdown(matrix: Sequence[Row]) -> str:
         "",
         "- **captured batch**: loss and every parameter gradient of the graph against eager. `identical` means every bit; "
         "otherwise the largest difference of a gradient, relative to the parameter's largest (counted as at least "
-        f"{NEGLIGIBLE:g} of the model's largest), which must be below {TOLERANCE:g}, or below what eager's own change "
-        "by when its weights change in their last bit, and then the cell gives that, too.",
+        f"{NEGLIGIBLE:g} of the model's largest), which must be below {TOLERANCE:g}. Where eager's own "
+        "gradient of a parameter changes by more when the weights change in the last bit, the graph's may differ by as much, up "
+        f"to {UNSTABLE:g}; the cell then has both figures.",
         "- **other values**: the captured sizes, new tokens, pixels and sounds. **longer text**: more tokens. "
         "**other size**: more samples, longer text, other number of images. `same graph` ran without a new capture, "
         "`new bucket` through one more, because of sizes that may not vary, or because the model's Python reads other values "

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from mmcompile.ir.compat import is_mutating_op
+from mmcompile.ir.functional import changed_buffers
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
 from mmcompile.ir.host_shapes import attribute
 
@@ -89,15 +90,18 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
             result[node] = frozenset() if isinstance(attribute(module, str(node.target)), nn.Parameter) else None
         elif node.op == "call_function":
             floats = [reached for source in before if (reached := result[source]) is not None]
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             # A counter is changed once, by the stage that has the module.
-            if not floats and not random and not is_mutating_op(node.target):
+            if not floats and not _is_random(node) and not is_mutating_op(node.target):
                 result[node] = None
             elif node.target is torch.ops.aten.embedding.default and result[before[0]] is not None:
                 result[node] = frozenset().union(*floats, roots[before[-1]])
             else:
                 result[node] = frozenset().union(*floats)
     return result
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_data(placeholder: fx.Node) -> bool:
@@ -365,13 +369,14 @@ def _copy_what_inputs_alone_decide(
 ) -> None:
     """Copy what one encoder computes for another from inputs of the model alone (a cast, a slice): neither waits for the other.
 
-    Changes the graph, `sources` and `owner` (node -> component). Where one reads other values of the other, nothing is copied.
+    Changes the graph, `sources` and `owner` (node -> component). Where one reads other values of the other, nothing is copied,
+    and never what draws random numbers or changes a buffer.
     """
     alone, count = set[fx.Node](), len(owner)
     for node in sorted(owner):
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        repeatable = not _is_random(node) and not changed_buffers([node])
         before = node.all_input_nodes
-        if not random and all(s.op == "placeholder" or s in alone or sources[s] is None for s in before):
+        if repeatable and all(s.op == "placeholder" or s in alone or sources[s] is None for s in before):
             alone.add(node)
     links = [(source, user) for source in owner for user in source.users if owner.get(user, _MAIN) != owner[source]]
     needed = {(owner[source], owner.get(user, _MAIN)) for source, user in links if source not in alone}

@@ -250,19 +250,16 @@ def _storages(node: fx.Node) -> set[int]:
 
 def _overlap_in_part(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors in the same memory have elements in common, but are not the same view of it."""
-    views = [
-        {
-            "data": (1 + size_hint(view.storage_offset()) * view.itemsize, True),
-            "shape": shape_hint(view),
-            "strides": tuple(size_hint(stride) * view.itemsize for stride in view.stride()),
-            "typestr": f"|V{view.itemsize}",
-            "version": 3,
-        }
-        for view in (one, other)
-    ]
+    views: list[dict[str, Any]] = []
+    for view in (one, other):
+        size = view.itemsize
+        dims = [(n, size_hint(s) * size) for n, s in zip(shape_hint(view), view.stride(), strict=True) if n != 1]
+        place = (1 + size_hint(view.storage_offset()) * size, True)
+        shape, strides = tuple(n for n, _ in dims), tuple(step for _, step in dims)
+        views.append({"data": place, "shape": shape, "strides": strides, "typestr": f"|V{size}", "version": 3})
     # numpy solves it exactly from addresses; it reads none of them.
-    arrays = [np.asarray(SimpleNamespace(__array_interface__=view)) for view in views]
-    return views[0] != views[1] and np.shares_memory(*arrays)
+    first, second = (np.asarray(SimpleNamespace(__array_interface__=view)) for view in views)
+    return views[0] != views[1] and np.shares_memory(first, second)
 
 
 def _run(node: fx.Node) -> Any:

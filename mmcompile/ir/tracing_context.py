@@ -30,18 +30,6 @@ _MAX_DEPTH = 4
 _NOT_DRAWING = ("seed", "get_state", "set_state", "getstate", "setstate", "get_bit_generator", "set_bit_generator")
 _UNIT = ("random", "random_sample", "rand", "uniform")
 """Names of functions that, without arguments or with the bounds 0 and 1, draw one number of [0, 1)."""
-_SEEDABLE = (
-    "Random",
-    "RandomState",
-    "SystemRandom",
-    "SeedSequence",
-    "MT19937",
-    "PCG64",
-    "PCG64DXSM",
-    "Philox",
-    "SFC64",
-)
-"""Names of classes of `random` and `numpy.random` whose instances are seeded by the system where no seed is given."""
 
 
 @contextlib.contextmanager
@@ -176,7 +164,8 @@ class _SeededOnly(type):
     made: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if all(value is None for value in (*args, *kwargs.values())):
+        ignores_seeds = cls.__name__ == "SystemRandom"
+        if ignores_seeds or all(value is None for value in (*args, *kwargs.values())):
             raise _refusal("a generator without a seed")
         return cls.made(*args, **kwargs)
 
@@ -201,12 +190,12 @@ def no_python_randomness(model: nn.Module) -> Generator[None]:
     for module in (np.random, random):
         for name in dir(module):
             value = getattr(module, name)
-            if callable(value) and not isinstance(value, type) and not name.startswith("_"):
+            if callable(value) and not name.startswith("_"):
+                is_class = isinstance(value, type)  # of generators, of their bits or of seeds
                 before.append((module, name, value))
-                setattr(module, name, _watched(name, value, seeded))
-            elif name in _SEEDABLE:
-                before.append((module, name, value))
-                setattr(module, name, _SeededOnly(name, (), {"made": value}))
+                setattr(
+                    module, name, _SeededOnly(name, (), {"made": value}) if is_class else _watched(name, value, seeded)
+                )
     state = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield

@@ -365,6 +365,17 @@ class _Ears(_Parts):
         return self.loss(torch.cat([self.parts["words"](input_ids), *heard], 1), labels)
 
 
+class _Counted(_Ears):
+    """The statistics of a norm without parameters, over what both towers hear, change once a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, input_ids: Tensor, sounds: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(input_ids, self.norm(sounds), labels)
+
+
 class _Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -430,6 +441,12 @@ _PIXELS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
             {"input_ids": _IDS, "sounds": torch.randn(2, 4, 8), "labels": _IDS},
             "left>right>language_model, left>language_model",
             id="noise that two towers share is drawn once",
+        ),
+        pytest.param(
+            _Counted,
+            {"input_ids": _IDS, "sounds": torch.randn(2, 4, 8), "labels": _IDS},
+            "left>right>language_model, left>language_model",
+            id="statistics of what two towers share are taken once",
         ),
     ],
 )

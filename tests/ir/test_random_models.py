@@ -66,13 +66,12 @@ def _other_buffers(graph: torch.fx.GraphModule, alone: nn.Module) -> str:
 
 
 @given(program=PROGRAMS, frozen=FROZEN)
-@example(
-    program=[("view", 0, 0, 0), ("added_by_index", 0, 0, 0)], frozen=6
-)  # the result's strides decide what `linear` is
-@example(program=[("view", 0, 0, 0), ("put_in_slice", 0, 0, 1)], frozen=0)  # reads a part of what it writes
-@example(
-    program=[("looked_at", 0, 0, 0), ("added", 1, 0, 0), ("looked_at", 0, 0, 0)], frozen=0
-)  # regions that share a value
+# The result's strides decide what `linear` is.
+@example(program=[("view", 0, 0, 0), ("added_by_index", 0, 0, 0)], frozen=6)
+# A part of what is written is read.
+@example(program=[("view", 0, 0, 0), ("put_in_slice", 0, 0, 1)], frozen=0)
+# Regions without gradient share a value.
+@example(program=[("looked_at", 0, 0, 0), ("added", 1, 0, 0), ("looked_at", 0, 0, 0)], frozen=0)
 def check(program: list[Step], frozen: int) -> None:
     found = wrong(program, frozen)
     assume(found is not None)

@@ -13,8 +13,8 @@ if __name__ == "__main__":
 
 from support.product import Module, modules  # noqa: E402  (the path comes first)
 
-MAX_LINES = 64_000
-"""The house had 63,500; towers that read the same inputs and what else captures refuse or split came after it."""
+MAX_LINES = 63_600
+"""The aim is 63,500, which was met before captures refused partial overlaps and copied what encoders share."""
 MAX_CLASSES = 680
 MAX_FILES = 22
 """Python files in one folder."""

@@ -110,23 +110,28 @@ def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> di
     return Misfit.VALUES_READ if host is None else {**known, **host.values}
 
 
-def difference(got: Outcome, wanted: Outcome) -> Difference:
-    """Compare `got` with `wanted`, which is the reference of all relative errors."""
-    shared = got.gradients.keys() & wanted.gradients.keys()
+def errors(got: Outcome, wanted: Outcome) -> dict[str, float]:
+    """Parameter -> max|a - b| / max|b| of its gradient, as in `Difference.gradient`; infinite where it is no number."""
     largest = max((float(gradient.abs().max()) for gradient in wanted.gradients.values()), default=0.0)
-    worst, error = "", 0.0
-    for name in sorted(shared):
+    found: dict[str, float] = {}
+    for name in sorted(got.gradients.keys() & wanted.gradients.keys()):
         reference = wanted.gradients[name]
         scale = max(float(reference.abs().max()), NEGLIGIBLE * largest, torch.finfo(reference.dtype).tiny)
-        found = float((got.gradients[name] - reference).abs().max()) / scale
-        if found > error or math.isnan(found):
-            worst, error = name, found if not math.isnan(found) else math.inf
+        error = float((got.gradients[name] - reference).abs().max()) / scale
+        found[name] = math.inf if math.isnan(error) else error
+    return found
+
+
+def difference(got: Outcome, wanted: Outcome) -> Difference:
+    """Compare `got` with `wanted`, which is the reference of all relative errors."""
+    found = errors(got, wanted)
+    worst = max(found, key=found.__getitem__) if any(found.values()) else ""
     return Difference(
         loss=abs(got.loss - wanted.loss) / max(abs(wanted.loss), 1e-30),
-        gradient=error,
+        gradient=found.get(worst, 0.0),
         worst=worst,
         missing=tuple(sorted(got.gradients.keys() ^ wanted.gradients.keys())),
-        identical=got.loss == wanted.loss and all(torch.equal(got.gradients[n], wanted.gradients[n]) for n in shared),
+        identical=got.loss == wanted.loss and all(torch.equal(got.gradients[n], wanted.gradients[n]) for n in found),
     )
 
 
