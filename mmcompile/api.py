@@ -15,7 +15,7 @@ from torch import nn
 from mmcompile.batching.balance.auto import Auto
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Correction, Corrector
-from mmcompile.batching.balance.plan_balancer import balancer_of_json, plan_balancer
+from mmcompile.batching.balance.registry import balancer_of_json, plan_balancer
 from mmcompile.batching.balance.simulated_step import StepShape, step_time
 from mmcompile.batching.pack import Packer
 from mmcompile.batching.sample_costs import costs_of_samples

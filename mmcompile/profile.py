@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from mmcompile.codegen.layer_program import LayerProgram, Place, layer_programs, real, shared_values
 from mmcompile.codegen.load import load_stage
-from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, installed
+from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, fit_polynomial, installed
 from mmcompile.costmodel.compute import LayerTimes
-from mmcompile.costmodel.fit import fit_polynomial
 from mmcompile.costmodel.load import Load
 from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from mmcompile.errors import ConfigError
 from mmcompile.ir.copy import copied, rewritten
 from mmcompile.ir.graph import ModelGraph, describe, info
-from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.base import Rewrite
 from mmcompile.passes.values import aten_ops, computed, op_name
 
 HALF = torch.bfloat16
@@ -52,8 +52,6 @@ class Autocast(Rewrite):
     """
 
     name: ClassVar[str] = "autocast"
-    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
-    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     components: tuple[str, ...]
 

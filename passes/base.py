@@ -34,7 +34,7 @@ class Pass(ABC):
 
     name: ClassVar[str]
     """Name for users: the class name in kebab case."""
-    requires: ClassVar[tuple[Fact, ...]] = ()
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
     """Facts about the graph that must hold before the pass runs."""
     ensures: ClassVar[tuple[Fact, ...]] = ()
     """Facts about the graph that hold after the pass has run."""
@@ -50,6 +50,8 @@ class Analysis(Pass, Generic[ResultT_co]):
 
 class Rewrite(Pass):
     """A pass that makes another graph. Afterwards only the facts in its `ensures` hold; all others must be derived again."""
+
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     @abstractmethod
     def run(self, graph: ModelGraph) -> ModelGraph:

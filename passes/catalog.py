@@ -5,6 +5,7 @@ This module holds data only and does not import torch, so that `mmcompile passes
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Literal
@@ -56,91 +57,76 @@ OWN = "(own passes)"
 """Name, in an order, of the passes that a user gives: `mmcompile.plan(..., passes=[...])`."""
 _WITH_GRADIENTS = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 
+_analysis = functools.partial(PassEntry, kind="analysis")
+_rewrite = functools.partial(PassEntry, kind="rewrite", ensures=(Fact.ANNOTATED,))
+
 PASSES: tuple[PassEntry, ...] = (
-    PassEntry(
+    _analysis(
         name="verify",
         module="verify",
-        kind="analysis",
         summary="checks the rules that every graph keeps; the pipeline runs it by itself",
         requires=(),
         ensures=(Fact.ANNOTATED, Fact.VERIFIED),
     ),
-    PassEntry(
+    _analysis(
         name="modality-dag",
         module="modality_dag",
-        kind="analysis",
         summary="finds components that do not depend on each other, and where they meet",
-        requires=(),
     ),
-    PassEntry(
+    _analysis(
         name="gradient-flow",
         module="gradient_flow",
-        kind="analysis",
         summary="finds the nodes through which gradient passes, and the parameters that receive one",
         ensures=(Fact.GRADIENT_FLOW,),
     ),
-    PassEntry(
+    _rewrite(
         name="autocast",
         module="autocast",
-        kind="rewrite",
         summary="writes the casts of torch.autocast into the graph",
-        ensures=(Fact.ANNOTATED,),
     ),
-    PassEntry(
+    _rewrite(
         name="bitfield-attention",
         module="masks.bitfield_attention",
-        kind="rewrite",
         summary="turns attention under a mask into attention under one word of 64 bits a token",
-        ensures=(Fact.ANNOTATED,),
     ),
-    PassEntry(
+    _rewrite(
         name="context-parallel",
         module="context_parallel.context_parallel",
-        kind="rewrite",
         summary="splits the tokens of a language model over ranks",
-        ensures=(Fact.ANNOTATED,),
     ),
-    PassEntry(
+    _rewrite(
         name="tensor-parallel",
         module="tensor_parallel.tensor_parallel",
-        kind="rewrite",
         summary="splits the large weights of components over ranks",
         requires=_WITH_GRADIENTS,
-        ensures=(Fact.ANNOTATED,),
     ),
-    PassEntry(
+    _rewrite(
         name="sharded-parameters",
         module="tensor_parallel.sharded_parameters",
-        kind="rewrite",
         summary="splits the parameters of components over their replicas (FSDP)",
         requires=_WITH_GRADIENTS,
-        ensures=(Fact.ANNOTATED,),
     ),
-    PassEntry(
+    _analysis(
         name="op-costs",
         module="cost.op_costs",
-        kind="analysis",
         summary="gives nodes of some ops the FLOPs that rules of your own count",
     ),
-    PassEntry(
+    _analysis(
         name="cost",
         module="cost.cost",
-        kind="analysis",
         summary="counts FLOPs, bytes, kernels and saved memory of every layer, forward and backward",
         requires=_WITH_GRADIENTS,
         ensures=(Fact.COST,),
     ),
-    PassEntry(
+    _analysis(
         name="recomputed",
         module="cost.recompute",
-        kind="analysis",
         summary="finds the layers that compute their activations again in the backward",
         requires=_WITH_GRADIENTS,
     ),
-    PassEntry(
+    _analysis(
         name="deferred-weights",
         module="cost.deferred_weights",
-        kind="analysis",
         summary="finds the products whose weight gradient can be computed after the backward (zb-h1)",
         requires=_WITH_GRADIENTS,
     ),

@@ -74,7 +74,6 @@ class GradientFlow(Analysis[GradientReport]):
     """Pass that sets `NodeInfo.carries_gradient` and returns the components and parameters that receive gradient."""
 
     name: ClassVar[str] = "gradient-flow"
-    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRADIENT_FLOW,)
 
     def run(self, graph: ModelGraph) -> GradientReport:

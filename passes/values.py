@@ -1,4 +1,4 @@
-"""Facts of one node, read from the graph: op name, recorded tensors, sizes, views, and inputs changed in place."""
+"""Facts of a node, read from the graph: op name, tensors, sizes, views, inputs changed in place, layers that need its value."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import HigherOrderOperator, OpOverload, op_schema
+from mmcompile.ir.graph import Place, info
 from mmcompile.ir.sizes import Shape
 
 _META = torch.device("meta")
@@ -170,3 +171,22 @@ def aliased(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(
         value for argument, value in _arguments(node) if isinstance(value, fx.Node) and argument.alias_info is not None
     )
+
+
+def needing_layers(graph: fx.Graph) -> Mapping[fx.Node, frozenset[Place]]:
+    """Return call node -> layers of the whole model that need its value.
+
+    A node of a layer is needed by this layer; a shared node by all layers that read it, directly or through shared nodes.
+    A shared value that a single layer needs is computed in that layer, and computed again with it; a value that several
+    layers need is computed once, before the layers of a stage, and kept.
+    """
+    needing: dict[fx.Node, frozenset[Place]] = {}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        component = info(node).component
+        if component is not None:
+            needing[node] = frozenset([(component, info(node).layer)])
+        else:
+            needing[node] = frozenset[Place]().union(*(needing[user] for user in node.users if user in needing))
+    return needing

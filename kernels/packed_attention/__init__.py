@@ -4,5 +4,4 @@ out[:, i] = sum over j in segment(i) of softmax_j(scale * q_i . k_j) v_j, where 
 .. cu_seqlens[s + 1] - 1. It is one op for any number of segments, so that a graph does not unroll over images.
 """
 
-from mmcompile.kernels.packed_attention.dense_packed import packed_attention_reference as packed_attention_reference
 from mmcompile.kernels.packed_attention.packed_ops import packed_attention as packed_attention

@@ -19,11 +19,10 @@ from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, Samp
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
 from mmcompile.batching.lockstep import check_lockstep
-from mmcompile.batching.program_source import ProgramSource
 from mmcompile.batching.row_exchange import ExchangeSide, row_exchanges
 from mmcompile.batching.schedule_units import action_lines, flow_of, num_slots, units_of
 from mmcompile.batching.step_plan import MicrobatchPlan, RowExchange, StepPlan, ValueShape
-from mmcompile.codegen.program import PreparedMicrobatch
+from mmcompile.codegen.program import PreparedMicrobatch, ProgramSource
 from mmcompile.data.collate import Sample, Value, check_labels, padded_alike, with_batch_dim
 from mmcompile.data.collate import collate as collate_padded
 from mmcompile.errors import BatchError, CaptureError, PlanError, VerifyError

@@ -17,7 +17,7 @@ from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.graph import ModelGraph, Place, dtype_name, info, reached, results_of
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.sizes import shape_of
-from mmcompile.passes.shared_values import needing_layers
+from mmcompile.passes.values import needing_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.ir.graph import info
 from mmcompile.passes.cost.op_memory import is_view
-from mmcompile.passes.shared_values import Place, needing_layers
-from mmcompile.passes.values import op_name
+from mmcompile.passes.values import Place, needing_layers, op_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import sympy
 import torch
+from torch import Tensor
 
+from mmcompile.data.collate import Value
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.ir.sizes import evaluate
 
@@ -127,3 +129,21 @@ class PreparedMicrobatch:
     """Number of valid tokens, as the loss stage will count them. Required if `programs.per_token`."""
     row_counts: Mapping[str, RowCount] = field(default_factory=dict)
     """Name of a value sent between stages -> its size in dim 0 as a function of input sizes, if it varies with them."""
+
+
+class ProgramSource(Protocol):
+    """Source of the programs of a model's pipeline stages, one set for each captured graph (pattern); only rank 0 has one."""
+
+    def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
+        """Match a collated microbatch with the programs that run it, capturing a new pattern where none fits.
+
+        Equal pattern names must have equal programs. The result must have `num_tokens` if its programs have a loss per token.
+
+        Raises:
+            BatchError: the batch does not fit the model. No message was sent yet, so the engine stays usable.
+        """
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return all parameters and buffers of the model by original name, tied aliases included; they are not copies."""
+        ...

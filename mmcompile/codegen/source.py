@@ -20,7 +20,7 @@ from mmcompile.codegen.weight_grad_inputs import products_of
 from mmcompile.config import Recompute
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.deferred_weights import DeferredWeight
-from mmcompile.passes.shared_values import Place
+from mmcompile.passes.values import Place
 
 _HEADER = '''"""{title}
 

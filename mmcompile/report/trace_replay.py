@@ -10,8 +10,7 @@ from mmcompile.planner.resilience.replay.replay_run import TimeKind
 from mmcompile.planner.resilience.replay.spot_trace import TimeUnit, read_trace
 from mmcompile.planner.resilience.replay.systems import CURVE_WINDOWS, TraceReplay, replay_trace
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.report.pictures.palette import colours
-from mmcompile.report.pictures.png import new_figure, write_png
+from mmcompile.report.pictures.drawing import colours, new_figure, write_png
 from mmcompile.units import columns, format_count, format_seconds
 
 if TYPE_CHECKING:

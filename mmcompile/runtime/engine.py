@@ -28,8 +28,8 @@ from mmcompile.batching.accumulation import NOTHING, AccumulatedStep
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
-from mmcompile.batching.program_source import ProgramSource
 from mmcompile.batching.step_planner import Collate, Costs, PlannedStep, StepPlanner
+from mmcompile.codegen.program import ProgramSource
 from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample
 from mmcompile.errors import CheckpointError, ConfigError, EngineError

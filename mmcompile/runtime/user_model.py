@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mmcompile.batching.program_source import ProgramSource
+from mmcompile.codegen.program import ProgramSource
 from mmcompile.errors import CheckpointError
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.checkpoint.index import weight_key

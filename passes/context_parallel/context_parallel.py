@@ -37,7 +37,7 @@ from mmcompile.kernels.bitfield_attention.parallel.attention import (
     context_parallel_attention as context_parallel_attention,
 )
 from mmcompile.kernels.bitfield_attention.parallel.token_blocks import padded_length
-from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.base import Rewrite
 from mmcompile.passes.context_parallel.sequence_sharding import SequenceSharder
 from mmcompile.passes.context_parallel.token_axis import (
     LOCAL_TOKENS,
@@ -66,8 +66,6 @@ class ContextParallel(Rewrite):
     """
 
     name: ClassVar[str] = "context-parallel"
-    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
-    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     component: str
     num_ranks: int

@@ -25,8 +25,7 @@ from mmcompile.passes.cost.op_flops import ATTENTION, keys_and_values, op_flops
 from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences, load_of
 from mmcompile.passes.cost.op_memory import EXCHANGES, Saved, is_view, saved_for_backward
 from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
-from mmcompile.passes.shared_values import needing_layers
-from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors
+from mmcompile.passes.values import aten_ops, needing_layers, num_bytes, op_name, storage_bytes, tensors
 
 Work = Counter[tuple[str, Growth]]
 """Amounts by (field of `LayerCost`, growth with the load)."""

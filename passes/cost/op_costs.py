@@ -10,7 +10,7 @@ import torch
 
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph, annotate
-from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.base import Analysis
 from mmcompile.passes.cost.op_flops import FlopsRule
 from mmcompile.passes.values import op_name
 
@@ -24,7 +24,6 @@ class OpCosts(Analysis[int]):
     """
 
     name: ClassVar[str] = "op-costs"
-    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     rules: Mapping[str, FlopsRule] = field(hash=False)
     """Name of an op, such as `"acme.fused_mlp"` -> the rule that counts the op's FLOPs."""

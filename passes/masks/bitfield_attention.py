@@ -28,7 +28,7 @@ from mmcompile.ir.copy import copied, rewritten
 from mmcompile.ir.graph import ComponentKind, ModelGraph, component_of, describe, info
 from mmcompile.ir.host_shapes import drop_unread
 from mmcompile.kernels.bitfield_attention.impl.backends import Impl
-from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.base import Rewrite
 from mmcompile.passes.masks.mask_formula import MaskFormula, recognise
 from mmcompile.passes.masks.mask_nodes import NodeMaker, extent_of
 from mmcompile.passes.masks.mask_reader import MaskReader
@@ -52,8 +52,6 @@ class BitfieldAttention(Rewrite):
     """
 
     name: ClassVar[str] = "bitfield-attention"
-    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
-    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     components: tuple[str, ...] = ()
     """Components to rewrite; () for every language model."""

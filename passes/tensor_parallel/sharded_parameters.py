@@ -50,7 +50,6 @@ class ShardedParameters(Rewrite):
 
     name: ClassVar[str] = "sharded-parameters"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
-    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     degrees: tuple[tuple[str, int], ...]
     """Pairs (component, number of replicas that shard its parameters); other components hold theirs whole."""

@@ -44,7 +44,6 @@ class TensorParallel(Rewrite):
 
     name: ClassVar[str] = "tensor-parallel"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
-    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     degrees: tuple[tuple[str, int], ...]
     """Pairs (component, number of ranks over which its weights are sharded); the number is 1 for other components."""

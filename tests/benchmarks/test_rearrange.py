@@ -13,8 +13,7 @@ from support.oracles.balance_oracle import random_costs, rearranged
 from support.paths import BENCHMARKS
 
 from mmcompile.batching.balance.arrival_order import Arrival
-from mmcompile.batching.balance.assignment import Grid
-from mmcompile.batching.balance.exchange import exchanged
+from mmcompile.batching.balance.assignment import Grid, exchanged
 from mmcompile.batching.balance.integer_program import Limits
 from mmcompile.batching.balance.node_local import NodeLocal
 from mmcompile.batching.balance.post_balance import PostBalance

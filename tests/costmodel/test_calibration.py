@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcompile.costmodel import calibration
-from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, RuntimeCosts, describe_costs
+from mmcompile.costmodel.calibration import (
+    Calibration,
+    HostCosts,
+    KindCosts,
+    Measurement,
+    RuntimeCosts,
+    describe_costs,
+    fit_polynomial,
+)
 from mmcompile.costmodel.cluster import Interconnect
 from mmcompile.costmodel.compute import LayerTimes
-from mmcompile.costmodel.fit import fit_polynomial
 from mmcompile.costmodel.load import Load, Polynomial
 from mmcompile.errors import ConfigError
 

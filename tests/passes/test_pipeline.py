@@ -12,7 +12,7 @@ from support.graphs.hand_graph import small_graph
 from mmcompile.errors import ConfigError, VerifyError
 from mmcompile.ir.copy import copied
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.base import Rewrite
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.debug import DebugLevel, debug_level
 from mmcompile.passes.gradient_flow import GradientFlow
@@ -28,8 +28,6 @@ class ReplaceSilu(Rewrite):
 
     annotate: bool = True
     name: ClassVar[str] = "replace-silu"
-    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
-    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     def run(self, graph: ModelGraph) -> ModelGraph:
         made = copied(graph)

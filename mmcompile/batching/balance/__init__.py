@@ -8,6 +8,5 @@
     hierarchical, hierarchical-all           Entrain: microbatches by encoder work, language-model work deferred
     auto                                     the fastest of several, never slower than arrival order
 
-`registry` has them by name. What follows from an assignment: `exchange` (which rows go where), `bucket_bounds` (what it achieves,
-and what nothing can beat).
+`registry` has them by name. `assignment` is what they return, `bucket_bounds` what it achieves, and what nothing can beat.
 """

@@ -21,16 +21,10 @@ from dataclasses import dataclass
 from mmcompile.errors import ConfigError
 from mmcompile.units import counted
 
-_UNITS = {
-    "TiB": 2**40,
-    "GiB": 2**30,
-    "MiB": 2**20,
-    "KiB": 2**10,
-    "TB": 10**12,
-    "GB": 10**9,
-    "MB": 10**6,
-    "KB": 10**3,
-    "B": 1,
+_UNITS = {"B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("iB", 1024), ("B", 1000))
 }
 _FORMS = (
     "together:A,B | apart:A,B | on:A=STAGE | on:A=rankR | memory:SIZE[@WHERE] | stages:CHAIN=LOW..HIGH | equal-tp[:A,B]"

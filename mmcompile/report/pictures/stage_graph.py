@@ -8,7 +8,7 @@ from mmcompile.planner.plan.layout import DiagramLayout, Node, lay_out
 from mmcompile.planner.plan.line_art import line_art
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link, Stage
-from mmcompile.report.pictures.palette import chain_of, colours
+from mmcompile.report.pictures.drawing import chain_of, colours
 from mmcompile.report.pictures.svg import Svg, dot_text
 from mmcompile.units import format_bytes, format_seconds
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from mmcompile.errors import ConfigError
 from mmcompile.planner.schedule.schedule import ActionKind
 from mmcompile.planner.schedule.simulate import Event
-from mmcompile.report.pictures.palette import chain_of, colours, lighter
-from mmcompile.report.pictures.png import new_figure, write_png
+from mmcompile.report.pictures.drawing import chain_of, colours, lighter, new_figure, write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mmcompile.batching.balance.arrival_order import Arrival
-from mmcompile.batching.balance.assignment import Assignment, SampleCosts
-from mmcompile.batching.balance.exchange import exchanged
+from mmcompile.batching.balance.assignment import Assignment, SampleCosts, exchanged
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.plan import Plan

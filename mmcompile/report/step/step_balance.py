@@ -10,8 +10,7 @@ from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.assignment import Grid, SampleCosts
 from mmcompile.batching.balance.auto import Auto, Choice, StepTime, Trial
 from mmcompile.batching.balance.balancer import Balancer
-from mmcompile.batching.balance.plan_balancer import plan_balancer
-from mmcompile.batching.balance.registry import BALANCERS
+from mmcompile.batching.balance.registry import BALANCERS, plan_balancer
 from mmcompile.batching.balance.simulated_step import StepShape, step_time
 from mmcompile.batching.sample_costs import costs_of_shapes
 from mmcompile.data.sample import SampleShape

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmcompile.report.pictures.palette import colours, lighter
-from mmcompile.report.pictures.png import new_figure, write_png
+from mmcompile.report.pictures.drawing import colours, lighter, new_figure, write_png
 from mmcompile.report.step.balanced_step import BalancedStep, ComponentLoads
 from mmcompile.units import format_seconds
 

@@ -7,10 +7,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from support.oracles.packed_attention_oracle import packed_attention_reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmcompile.kernels.packed_attention import packed_attention, packed_attention_reference
+from mmcompile.kernels.packed_attention import packed_attention
 
 LENGTHS = {
     "one segment": (7,),

@@ -14,7 +14,7 @@ from PIL import Image
 from mmcompile.errors import ConfigError
 from mmcompile.planner.schedule.schedule import ActionKind
 from mmcompile.planner.schedule.simulate import Event
-from mmcompile.report.pictures.palette import chain_of, colours, lighter
+from mmcompile.report.pictures.drawing import chain_of, colours, lighter
 from mmcompile.report.pictures.timeline import computing, draw_timeline, idle_share, length_s
 
 

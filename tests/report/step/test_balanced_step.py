@@ -21,7 +21,7 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError, OutputError
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.report.pictures.palette import colours
+from mmcompile.report.pictures.drawing import colours
 from mmcompile.report.step.balanced_step import BalancedStep, Comparison, TriedBalancer, components_of, straggler_s
 from mmcompile.report.step.step_balance import balanced, drawn, step_grid, step_samples, tried
 from mmcompile.report.step.step_picture import MAX_BARS, draw_step

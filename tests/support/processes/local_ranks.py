@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmcompile.batching.accumulation import NOTHING
 from mmcompile.batching.balance.arrival_order import Arrival
-from mmcompile.batching.program_source import ProgramSource
 from mmcompile.batching.step_planner import StepPlanner
+from mmcompile.codegen.program import ProgramSource
 from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample
 from mmcompile.planner.plan.placement import Placement

@@ -7,8 +7,7 @@ import pytest
 from support.oracles.balance_oracle import random_costs
 
 from mmcompile.batching.balance.arrival_order import Arrival
-from mmcompile.batching.balance.assignment import Grid
-from mmcompile.batching.balance.exchange import exchanged
+from mmcompile.batching.balance.assignment import Grid, exchanged
 from mmcompile.batching.balance.post_balance import PostBalance
 
 
