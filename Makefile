@@ -19,7 +19,7 @@ venv: $(STAMP)  ## make .venv with everything tests, demo and benchmarks need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP)  ## train a small LLaVA on scanned digits in a pipeline of local processes; writes demo_out/
