@@ -40,12 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 from rearrange import rearrange  # noqa: E402
 
 from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
-from mmcompile.batching.balance.assignment import (  # noqa: E402
-    Assignment,
-    Grid,
-    SampleCosts,
-    exchanged,  # noqa: E402
-)
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, exchanged  # noqa: E402
 from mmcompile.batching.balance.auto import Auto  # noqa: E402
 from mmcompile.batching.balance.balancer import Balancer  # noqa: E402
 from mmcompile.batching.balance.bucket_bounds import bottleneck, step_bound  # noqa: E402

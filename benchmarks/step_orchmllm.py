@@ -46,12 +46,7 @@ from step_report import Pool, Row, arguments, show  # noqa: E402
 from support.oracles.batch_costs import BatchKind, batch_costs  # noqa: E402
 
 from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
-from mmcompile.batching.balance.assignment import (  # noqa: E402
-    Assignment,
-    Grid,
-    SampleCosts,
-    exchanged,  # noqa: E402
-)
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, exchanged  # noqa: E402
 from mmcompile.batching.balance.lpt import lpt  # noqa: E402
 from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
 from mmcompile.batching.balance.post_balance import Algorithm, PostBalance  # noqa: E402

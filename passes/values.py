@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.compat import HigherOrderOperator, OpOverload, op_schema
+from mmcompile.ir.compat import HigherOrderOperator, OpOverload, is_random_op, op_schema
 from mmcompile.ir.graph import Place, info
 from mmcompile.ir.sizes import Shape
 
@@ -131,7 +131,7 @@ def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
 
 def draws_random(node: fx.Node) -> bool:
     """Return whether a call draws random numbers; a dropout that is off draws none."""
-    if not has_tag(node, torch.Tag.nondeterministic_seeded):
+    if not is_random_op(node.target):
         return False
     if op_name(node) == "aten.scaled_dot_product_attention":
         return bool(argument(node, "dropout_p"))

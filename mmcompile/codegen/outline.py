@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from mmcompile.ir.graph import info
+from mmcompile.ir.graph import Place, info
 from mmcompile.passes.cost.op_memory import is_view
-from mmcompile.passes.values import Place, needing_layers, op_name
+from mmcompile.passes.values import needing_layers, op_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

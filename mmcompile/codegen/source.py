@@ -18,9 +18,8 @@ from mmcompile.codegen.outline import NodeRun, module_paths, runs_of
 from mmcompile.codegen.outline_text import LayerText, StageTensors
 from mmcompile.codegen.weight_grad_inputs import products_of
 from mmcompile.config import Recompute
-from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.graph import ModelGraph, Place
 from mmcompile.passes.cost.deferred_weights import DeferredWeight
-from mmcompile.passes.values import Place
 
 _HEADER = '''"""{title}
 

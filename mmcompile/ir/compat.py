@@ -36,6 +36,7 @@ __all__ = [
     "fake_copy",
     "fake_mode_of",
     "is_mutating_op",
+    "is_random_op",
     "mkldnn_flags",
     "op_schema",
     "patched_tolist",
@@ -102,6 +103,11 @@ def op_schema(op: OpOverload) -> Any:
 def is_mutating_op(target: object) -> bool:
     """Return whether a call target is an op that changes an argument in place."""
     return isinstance(target, OpOverload) and op_schema(target).is_mutable
+
+
+def is_random_op(target: object) -> bool:
+    """Return whether a call target is an op that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import fx, nn
 
-from mmcompile.ir.compat import is_mutating_op
+from mmcompile.ir.compat import is_mutating_op, is_random_op
 from mmcompile.ir.functional import changed_buffers
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
 from mmcompile.ir.host_shapes import attribute
@@ -91,17 +91,13 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
         elif node.op == "call_function":
             floats = [reached for source in before if (reached := result[source]) is not None]
             # A counter is changed once, by the stage that has the module.
-            if not floats and not _is_random(node) and not is_mutating_op(node.target):
+            if not floats and not is_random_op(node.target) and not is_mutating_op(node.target):
                 result[node] = None
             elif node.target is torch.ops.aten.embedding.default and result[before[0]] is not None:
                 result[node] = frozenset().union(*floats, roots[before[-1]])
             else:
                 result[node] = frozenset().union(*floats)
     return result
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_data(placeholder: fx.Node) -> bool:
@@ -374,7 +370,7 @@ def _copy_what_inputs_alone_decide(
     """
     alone, count = set[fx.Node](), len(owner)
     for node in sorted(owner):
-        repeatable = not _is_random(node) and not changed_buffers([node])
+        repeatable = not is_random_op(node.target) and not changed_buffers([node])
         before = node.all_input_nodes
         if repeatable and all(s.op == "placeholder" or s in alone or sources[s] is None for s in before):
             alone.add(node)

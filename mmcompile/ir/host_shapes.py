@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op
+from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op, is_random_op
 from mmcompile.ir.graph import reached
 from mmcompile.ir.known_values import FACTORIES_LIKE, MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, NEW, is_boolean, is_copy
 from mmcompile.ir.nodes import VALUE_READ, token_loss
@@ -291,12 +291,8 @@ def _is_factory(node: fx.Node) -> bool:
 
 
 def _deterministic(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return (
-        torch.Tag.nondeterministic_seeded not in tags
-        and not is_mutating_op(node.target)
-        and "dropout" not in str(node.target)
-    )
+    random = is_random_op(node.target) or "dropout" in str(node.target)
+    return not random and not is_mutating_op(node.target)
 
 
 def _small(value: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from mmcompile.ir.compat import (
     FakeTensorMode,
     fake_copy,
     is_mutating_op,
+    is_random_op,
     patched_tolist,
     real_execution,
     shape_hint,
@@ -179,10 +180,9 @@ class _KnownDispatch(TorchDispatchMode):
         if func is VALUE_READ:
             return None
         symbolic = any(isinstance(leaf, (torch.SymFloat, torch.SymBool)) for leaf in leaves)
-        random = torch.Tag.nondeterministic_seeded in func.tags
         known_args = self.known.known_arguments(func, args) if tensors else args
         needed = pytree.tree_leaves((known_args, kwargs))
-        all_known = not (symbolic or random) and all(
+        all_known = not (symbolic or is_random_op(func)) and all(
             self.known.get(leaf) is not None for leaf in needed if isinstance(leaf, torch.Tensor)
         )
         if all_known and tensors and self._needs_value(func, args):

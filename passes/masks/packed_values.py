@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mmcompile.ir.compat import FakeTensor, is_mutating_op
+from mmcompile.ir.compat import FakeTensor, is_mutating_op, is_random_op
 from mmcompile.ir.graph import ModelGraph, reached
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.passes.context_parallel.token_axis import TokenAxis, TokenFlow
-from mmcompile.passes.values import has_tag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +78,7 @@ def _value(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: M
         if not value.is_floating_point():
             return None
         return torch.linspace(0.1, 1.0, value.numel()).reshape(tuple(value.shape)).to(value.dtype)
-    if has_tag(node, torch.Tag.nondeterministic_seeded) or is_mutating_op(node.target):
+    if is_random_op(node.target) or is_mutating_op(node.target):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
     with torch.no_grad():

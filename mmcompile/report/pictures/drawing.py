@@ -1,4 +1,4 @@
-"""Colours of components, the same in every picture; and PNG files, drawn by matplotlib, an optional dependency."""
+"""Colours of components, the same in every picture, and PNG files; matplotlib, optional, is imported only to draw one."""
 
 from __future__ import annotations
 

@@ -18,11 +18,12 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
+from mmcompile.ir.compat import is_random_op
 from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
-from mmcompile.passes.values import aten_ops, has_tag, op_name
+from mmcompile.passes.values import aten_ops, op_name
 
 _CPU = torch.device("cpu")
 World = list[Any]
@@ -158,7 +159,7 @@ class Lockstep:
 def is_random(node: fx.Node) -> bool:
     """Return whether a node draws random numbers even if dropout is off."""
     off = _DROPOUTS | {"aten.scaled_dot_product_attention"}
-    return has_tag(node, torch.Tag.nondeterministic_seeded) and op_name(node) not in off
+    return is_random_op(node.target) and op_name(node) not in off
 
 
 def _degrees(graph: ModelGraph) -> dict[str, int]:
