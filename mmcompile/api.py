@@ -43,7 +43,6 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import verified
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
-from mmcompile.ir.parameter_patterns import matches
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.untrained import refuse_untrained
 from mmcompile.planner.plan.constraints import Constraint
@@ -54,6 +53,7 @@ from mmcompile.planner.strategies.search import AUTO
 from mmcompile.planning import PlanInputs, make_plan
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.launch.background_balancer import BackgroundBalancer, Recipe
+from mmcompile.runtime.optim.param_groups import matches
 
 
 def capture(

@@ -7,6 +7,7 @@ is free: token ids, pixels, where placeholders stand.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,11 @@ from mmcompile.codegen.stage_programs import lower
 from mmcompile.codegen.token_shards import local_tokens, shard_inputs
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture import Capture, capture, differing_dims
+from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.graph import dtype_name
-from mmcompile.ir.inputs import completed
+from mmcompile.ir.inputs import FlatBatch, completed
+from mmcompile.ir.replay.learned_capture import capture_learned
+from mmcompile.ir.replay.learning import HOLE_PREFIX, Learner
 from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.capture_pipeline import WORDS, annotated
@@ -31,6 +35,8 @@ from mmcompile.passes.values import sizes as sizes_of
 from mmcompile.planner.plan.plan import Plan
 
 Key = tuple[object, ...]
+_BEFORE_LEARNING = 2
+"""Captures of single batches before one is learned: the second has symbolic sizes, which hold for many data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +48,13 @@ class _Pattern:
     words: Mapping[str, str]
     """Input with one rank's mask words, int64, one a token (`cp_words`) -> input with those of all tokens (`attention_words`)."""
 
-    def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
-        """Return the batch prepared for this pattern's programs; None if its sizes, or values read at capture, do not fit."""
-        bound = self.capture.sizes.bind(tensors)
+    def match(self, batch: FlatBatch) -> PreparedMicrobatch | None:
+        """Return the batch prepared for the programs; None if its sizes, or what Python computes from it, do not fit."""
+        try:
+            tensors = self.capture.filled(batch)
+        except Mismatch:
+            return None
+        bound = self.capture.bound(batch, tensors)
         if bound is None:
             return None
         sizes = self.capture.sizes.size_inputs(bound)
@@ -69,14 +79,23 @@ class _Pattern:
         )
 
     def _row_counts(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, RowCount]:
-        leading = {shape[0]: name for name, shape in self.capture.sizes.inputs.items() if shape}
+        shapes = self.capture.sizes.inputs
+        leading = {shape[0]: name for name, shape in shapes.items() if shape and not name.startswith(HOLE_PREFIX)}
         inputs = {symbol: name for symbol, name in leading.items() if isinstance(symbol, sympy.Symbol)}
         others = {symbol: size for symbol, size in bound.items() if symbol not in inputs}
         return {
             name: RowCount(expression=shape[0], inputs=inputs, sizes=others)
             for name, shape in self.link_shapes.items()
-            if shape and isinstance(shape[0], sympy.Expr)
+            if shape and isinstance(shape[0], sympy.Expr) and not shape[0].free_symbols & self._of_holes()
         }
+
+    def _of_holes(self) -> set[sympy.Basic]:
+        """Return the symbols that are sizes of holes alone: rows of a sample are not known from its inputs."""
+        own, others = set[sympy.Basic](), set[sympy.Basic]()
+        for name, shape in self.capture.sizes.inputs.items():
+            symbols = {size for size in shape if isinstance(size, sympy.Symbol)}
+            (own if name.startswith(HOLE_PREFIX) else others).update(symbols)
+        return own - others
 
 
 @dataclass(slots=True)
@@ -84,15 +103,16 @@ class _Family:
     """Patterns (captures with their programs) of batches with the same input names, dtypes, and values that are no tensors."""
 
     patterns: list[_Pattern] = field(default_factory=list)
-    example: Mapping[str, Any] | None = None
-    """The first batch; dims in which later batches differ from it are made symbolic in later captures, if possible."""
+    examples: list[FlatBatch] = field(default_factory=list)
+    """Batches that were captured. Dims in which later ones differ from the first are made symbolic, if possible."""
+    learner: Learner | None = None
+    """Learns one capture for all batches, once captures of single batches do not hold for the next; None before."""
     varying: dict[str, set[int]] = field(default_factory=dict)
-    """Input name -> dims in which any later batch differed from `example`: candidates for symbolic sizes."""
+    """Input name -> dims in which any later batch differed from the first: candidates for symbolic sizes."""
 
-    def note(self, batch: Mapping[str, Any]) -> None:
-        if self.example is None:
-            self.example = batch
-        for name, dims in differing_dims(batch, self.example).items():
+    def note(self, batch: FlatBatch) -> None:
+        self.examples.append(batch)
+        for name, dims in differing_dims(batch, self.examples[0]).items():
             self.varying.setdefault(name, set()).update(dims)
 
 
@@ -127,7 +147,7 @@ class Patterns:
         """Kinds of sharded layers that a check found equal to the unsharded layer."""
         self.num_captures = 1
         batch = completed(model, batch)
-        self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
+        self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], examples=[batch])
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Return every parameter and buffer of the model under every name it has."""
@@ -146,14 +166,15 @@ class Patterns:
             CaptureError: the model cannot be captured on it.
         """
         batch = completed(self._model, batch)
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         family = self._families.setdefault(_key(batch), _Family())
         for pattern in family.patterns:
-            prepared = pattern.match(tensors)
+            prepared = pattern.match(batch)
             if prepared is not None:
                 return prepared
+        if len(family.patterns) >= _BEFORE_LEARNING and (learned := self._learn(batch, family)) is not None:
+            return learned
         pattern = self._capture(batch, family)
-        prepared = pattern.match(tensors)
+        prepared = pattern.match(batch)
         if prepared is None:
             raise CaptureError(
                 "a graph does not hold for the batch it was captured on; please report the model and the batch"
@@ -161,7 +182,26 @@ class Patterns:
         family.patterns.append(pattern)
         return prepared
 
-    def _capture(self, batch: Mapping[str, Any], family: _Family) -> _Pattern:
+    def _learn(self, batch: FlatBatch, family: _Family) -> PreparedMicrobatch | None:
+        """Capture what holds for this batch and others that call the same; None if it cannot be learned, with a warning."""
+        if family.learner is None:
+            family.learner = Learner(self._model)
+            for example in family.examples:
+                family.learner.see(example)
+        if self._on_capture is not None:
+            self._on_capture(self.num_captures)
+        try:
+            learned = family.learner.learned(family.learner.see(batch))
+            captured = annotated(capture_learned(family.learner, learned, self._components))
+            pattern = self._lowered(captured, learned.example.batch)
+        except (CaptureError, Mismatch) as error:
+            warnings.warn(f"batches of this kind are captured one by one: {error}", stacklevel=4)
+            return None
+        self.num_captures += 1
+        family.patterns.insert(0, pattern)
+        return pattern.match(batch)
+
+    def _capture(self, batch: FlatBatch, family: _Family) -> _Pattern:
         if self._on_capture is not None:
             self._on_capture(self.num_captures)
         family.note(batch)
@@ -169,7 +209,7 @@ class Patterns:
         self.num_captures += 1
         return self._lowered(captured, batch)
 
-    def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
+    def _lowered(self, captured: Capture, batch: FlatBatch) -> _Pattern:
         captured = with_stage_passes(captured, self._plan, batch, validated=self._validated, own=self._passes)
         programs = lower(captured, self._plan)
         links = {p.name for program in programs.programs.values() for p in program.inputs if p.kind == "link"}

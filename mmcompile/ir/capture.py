@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import nn
 
@@ -17,9 +19,22 @@ from mmcompile.ir.gradient_proof import GradientCheck, gradient_difference
 from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name, torch_dtype
 from mmcompile.ir.host_shapes import HostProgram, HostResult
 from mmcompile.ir.inputs import FlatBatch, completed
+from mmcompile.ir.losses import loss_of
 from mmcompile.ir.sizes import Sizes, spec_of
-from mmcompile.ir.trace import Trace, export_step, loss_of
+from mmcompile.ir.trace import Trace, export_step
 from mmcompile.ir.tracing_context import without_cache
+
+
+class Holes(Protocol):
+    """Source of the values of inputs that stand for what batches differ in (`mmcompile.ir.replay`)."""
+
+    def fill(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
+        """Return their values for a batch, by name. Raises Mismatch if the model's Python calls something else for it."""
+        ...
+
+    def allow(self, batch: FlatBatch, small: Collection[str]) -> bool:
+        """Return whether the graph holds for a batch in which the sizes named in `small` are 0 or 1."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +46,33 @@ class Capture:
     sizes: Sizes = field(repr=False)
     reads: tuple[object, ...]
     """Values that Python read while the batch was captured: the graph holds only for batches with equal values."""
+    holes: Holes | None = field(default=None, repr=False)
+    """Fills the inputs that stand for what batches differ in; None for a capture of one batch."""
+
+    def filled(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a flat batch by name, and those that the model's Python computes from it for the graph.
+
+        Raises:
+            Mismatch: the model's Python calls something else for this batch.
+        """
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        return tensors if self.holes is None else {**tensors, **self.holes.fill(_flat(batch))}
+
+    def bound(self, batch: Mapping[str, Any], filled: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
+        """Return symbol -> size for a batch; None if the graph does not hold for its sizes.
+
+        Args:
+            batch: a flat batch.
+            filled: its tensors, as `filled` returns them.
+        """
+        bound = self.sizes.bind(filled, small=self.holes is not None)
+        small = [str(symbol) for symbol, size in (bound or {}).items() if size < 2]
+        return None if small and self.holes is not None and not self.holes.allow(_flat(batch), small) else bound
 
     def given(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int]:
-        """Return the tensors of a flat batch and the sizes in it, by name: what the host program takes."""
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        return {**tensors, **self.sizes.size_inputs(self.sizes.bind(tensors) or {})}
+        """Return the tensors of a flat batch (`filled`) and the sizes in it, by name: what the host program takes."""
+        tensors = self.filled(batch)
+        return {**tensors, **self.sizes.size_inputs(self.bound(batch, tensors) or {})}
 
     def host_result(self, given: Mapping[str, torch.Tensor | int]) -> HostResult | None:
         """Return what the host program computes for a batch; None if the graph does not hold: other values are read from it."""
@@ -81,10 +118,33 @@ def capture(
             wanted[name] = wanted.get(name, frozenset()) | frozenset(dims)
     kept = {name: tuple(sorted(dims)) for name, dims in wanted.items() if dims}
     trace, reasons = _trace(model, batch, kept)
+    return capture_of(model, batch, trace, kept, reasons, reference)
+
+
+def capture_of(
+    model: nn.Module,
+    batch: FlatBatch,
+    trace: Trace,
+    kept: Mapping[str, tuple[int, ...]],
+    reasons: tuple[str, ...],
+    reference: Sequence[Component] | None,
+    given: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Capture:
+    """Return the capture of a trace.
+
+    Args:
+        model: the model.
+        batch: batch on which it was traced.
+        trace: the trace.
+        kept: input name -> dims that were to be symbolic.
+        reasons: one line for each mode of capture that failed.
+        reference: components of an earlier capture, whose layer order is then kept.
+        given: further inputs of the graph, by name.
+    """
     components, edges = find_structure(trace.module, reference)
     parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    bound = trace.sizes.bind(tensors) or {}
+    tensors = {name: value for name, value in {**batch, **given}.items() if isinstance(value, torch.Tensor)}
+    bound = trace.sizes.bind(tensors, small=bool(given)) or {}
     graph = ModelGraph(
         name=type(model).__name__,
         module=trace.module,
@@ -125,6 +185,10 @@ def verified(model: nn.Module, batch: Mapping[str, Any], found: Capture) -> Grad
         )
     difference.check(torch_dtype(found.graph.main_dtype))
     return difference
+
+
+def _flat(batch: Mapping[str, Any]) -> FlatBatch:
+    return batch if isinstance(batch, FlatBatch) else FlatBatch(batch)
 
 
 def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,10 @@ from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.tracing_context import python_state_kept
 
 
+class Mismatch(Exception):
+    """A graph does not hold for a batch: the model's Python calls something else; the text names the line where it does."""
+
+
 def explained(model: nn.Module, batch: FlatBatch, error: Exception) -> BatchError | CaptureError:
     """Return a BatchError if the model itself refuses the batch, else a CaptureError; both name the line of the model's code."""
     name, where = type(model).__name__, _line_of(error)

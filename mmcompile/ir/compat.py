@@ -8,8 +8,9 @@ Written against torch 2.11-2.13 and transformers 5.9-5.24.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "VALUES_NEEDED",
@@ -35,13 +37,16 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_copy",
     "fake_mode_of",
+    "has_hooks",
     "is_mutating_op",
     "is_random_op",
     "mkldnn_flags",
+    "no_torch_functions",
     "op_schema",
     "patched_tolist",
     "plain_checkpointing",
     "positions_of_text",
+    "python_function",
     "real_execution",
     "shape_guards",
     "shape_hint",
@@ -51,6 +56,7 @@ __all__ = [
     "transformers_eager_paths",
 ]
 
+no_torch_functions: Any = torch._C.DisableTorchFunction  # leaves the mode in which functions of torch are recorded
 mkldnn_flags: Any = torch.backends.mkldnn.flags  # without it, recurrent layers are recorded step by step
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Exceptions raised if Python or an operation needs the values of a fake tensor."""
@@ -78,6 +84,11 @@ def fake_mode_of(module: torch.nn.Module) -> FakeTensorMode | None:
         if isinstance(parameter, FakeTensor):
             return parameter.fake_mode
     return None
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return True if a module has hooks around its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -119,6 +130,12 @@ def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
     """Return all conditions on size symbols that a symbolic capture has assumed; `value` is any fake tensor of the capture."""
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
     return tuple(env.replace(guard.expr) for guard in env.guards)
+
+
+def python_function(expression: sympy.Basic, arguments: Sequence[str]) -> Callable[..., Any]:
+    """Return a function that computes an expression over size symbols from the symbols' values."""
+    names = {"math": math, "torch": torch, "min": min, "max": max}
+    return eval(f"lambda {', '.join(arguments)}: {PythonPrinter().doprint(expression)}", names)  # noqa: S307
 
 
 @contextlib.contextmanager

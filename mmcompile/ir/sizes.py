@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture_errors import line_of_node
-from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint, storage_of
+from mmcompile.ir.compat import python_function, shape_guards, shape_hint, size_expression, size_hint, storage_of
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.tensor_spec import TensorSpec
 
@@ -33,8 +34,13 @@ class Sizes:
     values: Mapping[str, sympy.Expr] = field(default_factory=dict)
     """Name of a size input of the graph (`size_0`) -> its value as an expression over symbols."""
 
-    def bind(self, batch: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
-        """Return symbol -> value for a batch, or None if the capture does not hold for its shapes."""
+    def bind(self, batch: Mapping[str, torch.Tensor], *, small: bool = False) -> dict[sympy.Symbol, int] | None:
+        """Return symbol -> value for a batch, or None if the capture does not hold for its shapes.
+
+        Args:
+            batch: input name -> tensor.
+            small: whether symbols may be 0 or 1; if not, they are refused, since such sizes mean something else (broadcasting).
+        """
         bound: dict[sympy.Symbol, int] = {}
         for name, shape in self.inputs.items():
             actual = batch[name].shape
@@ -43,12 +49,33 @@ class Sizes:
             for size, expected in zip(actual, shape, strict=True):
                 if isinstance(expected, sympy.Symbol) and bound.setdefault(expected, int(size)) != size:
                     return None
-        if any(value < 2 for value in bound.values()):  # sizes of 0 and 1 mean something else (broadcasting)
+        self._solve(batch, bound)
+        if not small and any(value < 2 for value in bound.values()):
             return None
         for name, shape in self.inputs.items():
             if any(evaluate(e, bound) != int(size) for size, e in zip(batch[name].shape, shape, strict=True)):
                 return None
-        return bound if all(guard.subs(list(bound.items())) == True for guard in self.guards) else None  # noqa: E712 (sympy truth)
+        return bound if all(_value(guard, bound) for guard in self.guards) else None
+
+    def _solve(self, batch: Mapping[str, torch.Tensor], bound: dict[sympy.Symbol, int]) -> None:
+        """Add the values of symbols that are the size of no input, but follow from one: `4*s` is 8."""
+        waiting: list[tuple[Any, int]] = [
+            (size, int(number))
+            for name, shape in self.inputs.items()
+            for size, number in zip(shape, batch[name].shape, strict=True)
+            if isinstance(size, sympy.Expr)
+        ]
+        found = True
+        while found:
+            found = False
+            for size, number in waiting:
+                free: set[Any] = size.free_symbols - bound.keys()
+                if len(free) == 1:
+                    symbol, rest = free.pop(), size.subs(list(bound.items()))
+                    slope, start = sympy.diff(rest, symbol), rest.subs(symbol, 0)
+                    if slope.is_Integer and slope and (number - start) % slope == 0:
+                        bound[symbol] = int((number - start) / slope)
+                        found = True
 
     def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
         """Return name -> value for every size input of the graph, given symbol -> value."""
@@ -70,8 +97,22 @@ def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int |
     """Return a size as a number; None if a symbol in it has no value."""
     if isinstance(size, int):
         return size
-    value: Any = size.subs(list(bound.items()))
-    return int(value) if value.is_number else None
+    value = _value(size, bound)
+    return None if value is None else int(value)
+
+
+def _value(expression: Any, bound: Mapping[sympy.Symbol, int]) -> Any:
+    """Return the value of an expression over size symbols; None if a symbol has no value."""
+    symbols, compute = _compiled(expression)
+    numbers = [bound.get(symbol) for symbol in symbols]
+    return None if None in numbers else compute(*numbers)
+
+
+@functools.cache
+def _compiled(expression: Any) -> tuple[tuple[sympy.Symbol, ...], Callable[..., Any]]:
+    # Substitution by sympy takes most of a second for the guards of a capture.
+    symbols = tuple(sorted(expression.free_symbols, key=str))
+    return symbols, python_function(expression, [str(symbol) for symbol in symbols])
 
 
 def take_sizes(graph: fx.Graph) -> Sizes:

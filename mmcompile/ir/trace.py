@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.graph import CodeGen
 
-from mmcompile.errors import BatchError, CaptureError
+from mmcompile.errors import CaptureError
 from mmcompile.ir.compat import (
     FakeTensor,
     OpOverload,
@@ -27,12 +26,13 @@ from mmcompile.ir.compat import (
 )
 from mmcompile.ir.functional import NO_GRAD, changed_buffers, functionalize
 from mmcompile.ir.gradient_proof import GradientPaths, check_gradients, gradient_paths
-from mmcompile.ir.graph import LossInfo, results_of
+from mmcompile.ir.graph import LossInfo
 from mmcompile.ir.host_shapes import HostProgram, attribute, has_dynamic_shape, reads_value, split_host_program
 from mmcompile.ir.implementations import packed_towers, traceable_experts
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.known_values import KnownValues, known_values
-from mmcompile.ir.nodes import merge_features, token_loss
+from mmcompile.ir.losses import loss_of, own_loss
+from mmcompile.ir.nodes import merge_features
 from mmcompile.ir.sizes import Sizes, take_sizes
 from mmcompile.ir.tracing_context import no_python_randomness, python_state_kept, quiet_export, without_cache
 
@@ -44,13 +44,6 @@ _ASSERTIONS = (
     "_assert_async",
     "sym_constrain_range",
     "sym_constrain_range_for_size",
-)
-_LOSS_PRESERVING = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.squeeze.default,
-    aten.alias.default,
-    aten.clone.default,
 )
 
 
@@ -92,7 +85,7 @@ class _LossOnly(nn.Module):
         self._options = options
         self._on_trace = on_trace
         names = [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
-        self.forward = _named_forward(self._run, names)
+        self.forward = named_forward(self._run, names)
 
     def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
         if not any(isinstance(value, FakeTensor) for value in inputs.values()):
@@ -114,7 +107,7 @@ class _LossOnly(nn.Module):
         return loss_of(self.model(**self._options, **self._batch.arguments(inputs)))
 
 
-def _named_forward(run: Any, names: list[str]) -> Any:
+def named_forward(run: Any, names: list[str]) -> Any:
     """Return a function whose parameters are called `names`, which passes their values to `run` by name.
 
     `torch.export` requires a signature without `**kwargs`.
@@ -126,24 +119,6 @@ def _named_forward(run: Any, names: list[str]) -> Any:
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return forward
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output: `.loss`, `["loss"]`, the first entry of a tuple, or the output itself."""
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif hasattr(output, "loss"):
-        loss = output.loss
-    elif isinstance(output, (tuple, list)):
-        loss = output[0]
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = "none" if loss is None else f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}"
-        raise BatchError(
-            f"the model returned no scalar loss (got {got}); pass `labels` in the batch, or let forward return a scalar, "
-            "a mapping with 'loss', or an object with .loss"
-        )
-    return loss
 
 
 def export_step(
@@ -166,27 +141,53 @@ def export_step(
         BatchError: the model itself refused the batch.
         CaptureError: a value was needed that depends on activations.
     """
-    # Copies, as export leaves marks on the tensors it is given, with which a later capture of them would fail.
-    tensors = {name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     with without_cache(model) as options, python_state_kept(model):
         recorded: list[GradientPaths] = []
         wrapper = _LossOnly(model, batch, options, recorded.append, known_buffers=known_buffers)
-        mode = fake_mode_of(model)
-        inputs = (
-            {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
-        )
-        dims = {name: {dim: Dim.AUTO for dim in (dynamic or {}).get(name, ())} or None for name in tensors}
-        with packed_towers(model), traceable_experts(model), quiet_export(), mode or contextlib.nullcontext():
-            exported = torch.export.export(
-                wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None
-            )
-    module = _rooted_at_model(exported, model)
+        # Copies, as export leaves marks on the tensors it is given, with which a later capture of them would fail.
+        tensors = {name: value.detach() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        module = exported_graph(wrapper, tensors, dynamic)
     functionalize(module.graph)
     if changed_buffers(module.graph.nodes).keys() & wrapper.constants.keys():
         return export_step(model, batch, dynamic, known_buffers=False)
+    return finished_trace(module, tensors, recorded[-1])
+
+
+def exported_graph(
+    wrapper: nn.Module, tensors: Mapping[str, torch.Tensor], dynamic: Mapping[str, tuple[int, ...]] | None
+) -> fx.GraphModule:
+    """Export a module whose forward takes tensors by name and calls its attribute `model`; parameters are the model's.
+
+    Args:
+        wrapper: the module.
+        tensors: its inputs, real tensors.
+        dynamic: input name -> dims to keep symbolic.
+    """
+    model: Any = wrapper.model
+    mode = fake_mode_of(model)
+    inputs = {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
+    dims = {name: {dim: Dim.AUTO for dim in (dynamic or {}).get(name, ())} or None for name in tensors}
+    with packed_towers(model), traceable_experts(model), quiet_export(), mode or contextlib.nullcontext():
+        exported = torch.export.export(
+            wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None
+        )
+    return _rooted_at_model(exported, model)
+
+
+def finished_trace(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor], paths: GradientPaths) -> Trace:
+    """Return the trace of a graph without in-place ops: sizes and host work taken out, the loss our own, its gradients proven.
+
+    Args:
+        module: the graph; changed in place.
+        tensors: its inputs, real tensors.
+        paths: paths of the gradient that autograd recorded while it was traced.
+
+    Raises:
+        CaptureError: gradients take other paths in the graph.
+    """
     sizes = take_sizes(module.graph)
     _name_merges(module.graph)
-    loss = _own_loss(module.graph)
+    loss = own_loss(module.graph)
     _drop_dead(module.graph, keep_reads=True)
     hints = {str(n.target): n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and "size" in n.meta}
     host = split_host_program(module, {**tensors, **hints})
@@ -196,7 +197,7 @@ def export_step(
             module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
-    check_gradients(module, recorded[-1])
+    check_gradients(module, paths)
     return Trace(module=module, host=host, sizes=sizes, loss=loss)
 
 
@@ -315,64 +316,6 @@ def _name_merges(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.masked_scatter.default and node.meta["val"].is_floating_point():
             node.target = merge_features
-
-
-def _own_loss(graph: fx.Graph) -> LossInfo:
-    """Replace a loss that is a mean cross-entropy by mmcompile's op `token_loss`.
-
-    Return the form of the loss, with a reason if it was not replaced.
-    """
-    output = graph.output_node()
-    (loss,) = results_of(graph)
-    node = loss
-    while node.op == "call_function" and node.target in _LOSS_PRESERVING:
-        node = node.all_input_nodes[0]
-    if node.target is not aten.cross_entropy_loss.default:
-        return LossInfo(per_token=False, reason=f"the loss ends in {_op_name(node)}, not in a cross-entropy")
-    arguments: dict[str, Any] = dict(
-        zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), node.args, strict=False)
-    )
-    arguments.update(node.kwargs)
-    if (
-        arguments.get("reduction", 1) != 1
-        or arguments.get("weight") is not None
-        or arguments.get("label_smoothing", 0.0)
-    ):
-        return LossInfo(per_token=False, reason="the cross-entropy is weighted, smoothed or not a mean")
-    if arguments["target"].meta["val"].is_floating_point():
-        return LossInfo(per_token=False, reason="the cross-entropy has class probabilities as targets")
-    with graph.inserting_before(node):
-        logits = _before_narrowing(arguments["self"])
-        pair = graph.call_function(token_loss, (logits, arguments["target"], arguments.get("ignore_index", -100)))
-        pair.meta = dict(node.meta)
-        results = []
-        for index, value in enumerate((node.meta["val"], arguments["target"].meta["val"].sum())):
-            item = graph.call_function(operator.getitem, (pair, index))
-            item.meta = {**node.meta, "val": value}
-            results.append(item)
-        pair.meta["val"] = tuple(item.meta["val"] for item in results)
-    output.args = (tuple(results),)
-    return LossInfo(per_token=True)
-
-
-def _before_narrowing(logits: fx.Node) -> fx.Node:
-    """Return the node of the logits as it is before a cast from float64 to float32 that follows their computation.
-
-    Models cast logits to float32 to widen half types; in a float64 model the cast narrows, and is removed.
-    """
-    chain = [logits]
-    while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
-        chain.append(chain[-1].all_input_nodes[0])
-    cast = chain[-1]
-    if cast.target is aten.to.dtype and cast.all_input_nodes[0].meta["val"].dtype == torch.float64:
-        wide = cast.all_input_nodes[0]
-        cast.replace_all_uses_with(wide, delete_user_cb=lambda user: user in chain)
-        return wide if cast is logits else logits
-    return logits
-
-
-def _op_name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:

@@ -1,17 +1,19 @@
-"""`ParameterGroup`: parameters with optimizer settings of their own, chosen by name."""
+"""`ParameterGroup`: parameters with optimizer settings of their own, chosen by name; `matches`, by which `freeze` chooses too."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from mmcompile.errors import ConfigError
-from mmcompile.ir.parameter_patterns import matches
 
 Settings: TypeAlias = dict[str, Any]
 """Settings of one parameter group of an optimizer: learning rate, betas, ... (all plain JSON)."""
 
+_PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
+"""Names of modules that are projectors: the pattern "projector" matches them too."""
 _SHARD = "@"
 """Separator between a parameter's name and the number of a part of it, if several ranks hold a part each."""
 
@@ -102,3 +104,23 @@ def check_matches(groups: Sequence[ParameterGroup], trainable: Collection[str], 
             raise ConfigError(
                 f"parameter group {group.match!r} gets no parameter, since groups before it have them all: put it before them"
             )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return True if a pattern matches the name of a parameter.
+
+    Args:
+        name: original name of the parameter, as `named_parameters` has it.
+        pattern: "all"; or a glob (`*.lora_*`), for the whole name; or a component or module name (`projector`,
+            `language_model`, `layers.0`), for all parameters in a module of that name.
+    """
+    if pattern == "all":
+        return True
+    if any(mark in pattern for mark in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    parts = name.split(".")
+    if pattern == "projector" and not _PROJECTOR_MODULES.isdisjoint(parts):
+        return True
+    wanted = pattern.split(".")
+    inside = any(parts[i : i + len(wanted)] == wanted for i in range(len(parts)))
+    return inside or any(part.endswith("_" + pattern) for part in parts)

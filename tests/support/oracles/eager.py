@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.ir.capture import Capture
+from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import completed
 
 NEGLIGIBLE = 1e-2
@@ -101,8 +102,11 @@ def holds_for(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> 
 def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> dict[str, Tensor | int] | Misfit:
     """Everything the graph takes, by name."""
     batch = completed(model, batch)
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    bound = captured.sizes.bind(tensors)
+    try:
+        tensors = captured.filled(batch)
+    except Mismatch:
+        return Misfit.VALUES_READ
+    bound = captured.bound(batch, tensors)
     if bound is None:
         return Misfit.SIZES
     known = {**tensors, **captured.sizes.size_inputs(bound)}

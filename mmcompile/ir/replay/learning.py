@@ -1,0 +1,340 @@
+"""`Learner`: one capture for all batches that call the same steps; its holes are learned from what batches differ in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.errors import CaptureError
+from mmcompile.ir.capture_errors import Mismatch
+from mmcompile.ir.inputs import FlatBatch
+from mmcompile.ir.replay.gathers import Layout
+from mmcompile.ir.replay.program import OFFSET, NumberSource, Program, ResultShapes, Sources
+from mmcompile.ir.replay.recorder import ModuleRule
+from mmcompile.ir.replay.replayer import Replayer
+from mmcompile.ir.replay.script import Script, differing_modules, open_modules, outermost
+from mmcompile.ir.replay.script_template import (
+    Filling,
+    Position,
+    ScriptTemplate,
+    forced_holes,
+    needed_calls,
+    same_plain,
+)
+from mmcompile.ir.replay.values import Call, Value, modules_in
+
+HOLE_PREFIX = "given_"
+"""Start of the names of inputs that stand for holes."""
+_EXAMPLES = 4
+"""Number of batches kept from which holes are learned."""
+_AUDITED = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A batch and its script, with all modules run."""
+
+    batch: FlatBatch = field(repr=False)
+    script: Script = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LearnedTemplate:
+    """A template with the inputs that fill its holes, ready to be captured."""
+
+    template: ScriptTemplate = field(repr=False)
+    sources: Sources = field(repr=False)
+    example: Example = field(repr=False)
+    given: Mapping[str, Tensor] = field(repr=False)
+    """Name of a hole's input -> its value for the example."""
+    varying: Mapping[str, frozenset[int]]
+    """Name of an input -> dims in which examples differ."""
+
+    def inputs(self, batch: FlatBatch, script: Script) -> dict[str, Tensor]:
+        """Return the values of the holes' inputs for a batch.
+
+        Raises:
+            Mismatch: the batch differs where the template has no hole.
+        """
+        filling = self.template.fill(script, _shapes_of(batch))
+        if filling.missing:
+            raise Mismatch(filling.missing[0])
+        given: dict[str, Tensor] = {name: filling.tensors[value] for value, name in self.sources.tensors.items()}
+        for value, (name, _) in self.sources.gathers.items():
+            given[name] = filling.gathers[value][0]
+        for position, source in self.sources.numbers.items():
+            number = filling.numbers[position]
+            if not source.offset:
+                if batch[source.name].shape[source.dim] != number:
+                    raise Mismatch(f"{number} is not the size of {source.name} in dim {source.dim}")
+                continue
+            known = given.setdefault(source.name, _as_length(number))
+            if known.shape[0] != number + source.offset:
+                raise Mismatch("numbers that were equal differ")
+        return given
+
+
+class Learner:
+    """Scripts of the batches of one model with the same input names, and what can be learned from them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._replayer = Replayer(model)
+        self._examples: list[Example] = []
+        self._paths: set[str] = set()
+        self._open: set[str] = set()
+        self._count = 0
+        self.wholes: frozenset[str] = frozenset()
+        """Paths of the modules each of whose calls is one step."""
+        self.rules: dict[str, ModuleRule] = {}
+        self._last: tuple[FlatBatch, Script] | None = None
+        """The last batch with its script: several captures may be tried on it."""
+
+    def see(self, batch: FlatBatch) -> Example:
+        """Run all of the model's Python on a batch, and keep its script as an example."""
+        example = Example(batch=batch, script=self._replayer.run(batch))
+        self._examples = [*self._examples[-(_EXAMPLES - 1) :], example]
+        self._paths |= {module.path for module in modules_in(example.script.entries)}
+        # A hook inside, such as one that collects hidden states, must run.
+        self.keep_open({*open_modules(example.script), *(path.rpartition(".")[0] for path in self._replayer.hooked())})
+        return example
+
+    def keep_open(self, paths: Collection[str]) -> None:
+        """Record modules whose calls, and those of the modules around them, are never one step."""
+        self._open |= {path[:end] for path in paths for end, mark in enumerate(f"{path}.") if mark == "."}
+        wholes = outermost(self._paths - self._open - {""})
+        if wholes != self.wholes:
+            self.wholes, self.rules, self._last = wholes, {}, None
+
+    def script(self, batch: FlatBatch) -> Script:
+        """Return the script of a batch, in which whole modules did not run where their results follow from their arguments.
+
+        Once in `_AUDITED` batches all modules run, so that what they call can be compared.
+        """
+        if self._last is None or self._last[0] is not batch:
+            self._count += 1
+            rules = {path: self.rules.get(path, _run) for path in self.wholes}
+            try:
+                self._last = batch, self._replayer.run(batch, None if self._count % _AUDITED == 0 else rules)
+            except Exception as error:  # whatever the model's Python raises; a capture of this batch tells why
+                raise Mismatch(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        return self._last[1]
+
+    def calls_the_same(self, batch: FlatBatch, learned: LearnedTemplate) -> bool:
+        """Run all modules on a batch, and return whether those that are one step call the same as in the captured example."""
+        return not self._differing(self._replayer.run(batch), learned)
+
+    def audit(self, script: Script, learned: LearnedTemplate) -> None:
+        """Compare a script of all modules with the captured one. Raises Mismatch; what differs is one step no longer."""
+        if differing := self._differing(script, learned):
+            self.keep_open(differing)
+            raise Mismatch(f"{min(differing)} calls something else than in the captured batch")
+
+    def _differing(self, script: Script, learned: LearnedTemplate) -> set[str]:
+        return differing_modules(learned.template.script, script, learned.template.wholes)
+
+    def learned(self, example: Example) -> LearnedTemplate:
+        """Return a template that holds for `example`, and for all kept examples that call the same steps."""
+        forced = forced_holes(example.script, self.wholes)
+        template = ScriptTemplate(
+            script=example.script, shapes=_shapes_of(example.batch), wholes=self.wholes, tensors=forced
+        )
+        fillings: list[tuple[Example, Filling]] = []
+        while True:
+            fillings.clear()
+            for other in self._examples:
+                try:
+                    fillings.append((other, template.fill(other.script, _shapes_of(other.batch))))
+                except Mismatch:
+                    continue
+            tensors = template.tensors.union(*(filling.tensors for _, filling in fillings))
+            gathers = dict(template.gathers)
+            for _, filling in fillings:
+                for value, (_, layout) in filling.gathers.items():
+                    gathers.setdefault(value, layout)
+            numbers = template.numbers.union(*(filling.numbers for _, filling in fillings))
+            larger = replace(template, tensors=tensors, gathers=gathers, numbers=numbers)
+            if not any(filling.missing for _, filling in fillings):
+                best = min(fillings, key=lambda pair: (_num_small(*pair), pair[0] is not example))[0]
+                return self._with_sources(larger, example, fillings) if best is example else self.learned(best)
+            template = larger
+
+    def _with_sources(
+        self, template: ScriptTemplate, example: Example, fillings: Sequence[tuple[Example, Filling]]
+    ) -> LearnedTemplate:
+        needed = needed_calls(template)
+        used = {leaf for call in needed.values() for leaf in call.leaves if isinstance(leaf, Value)}
+        own = next(filling for other, filling in fillings if other is example)
+        varying: dict[str, set[int]] = {}
+        names = (f"{HOLE_PREFIX}{index}" for index in itertools.count())
+        given: dict[str, Tensor] = {}
+        tensors: dict[Value, str] = {}
+        gathers: dict[Value, tuple[str, Layout]] = {}
+        numbers: dict[Position, NumberSource] = {}
+        for other, _ in fillings:
+            for name, value in other.batch.items():
+                if isinstance(value, Tensor):
+                    _vary(varying, name, value, example.batch[name])
+        for value in sorted(template.tensors & used, key=lambda value: _order(needed, value)):
+            tensors[value] = name = next(names)
+            given[name] = own.tensors[value].detach().clone()
+            varying[name] = {0} if value.tensor.dim() else set()
+            for _, filling in fillings:
+                _vary(varying, name, filling.tensors[value], given[name])
+        for value in sorted(template.gathers.keys() & used, key=lambda value: _order(needed, value)):
+            index, layout = own.gathers[value]
+            name = next(names)
+            gathers[value] = name, layout
+            given[name], varying[name] = index, set(range(index.dim()))
+        sizes = {
+            tuple(other.batch[name].shape[dim] for other, _ in fillings): NumberSource(name=name, dim=dim)
+            for name, dims in varying.items()
+            if name in example.batch
+            for dim in sorted(dims)
+        }
+        lengths: dict[tuple[int, ...], NumberSource] = {}
+        for position in sorted(
+            template.numbers, key=lambda p: (list(needed).index(p[0]) if p[0] in needed else -1, p[1])
+        ):
+            if position[0] not in needed:
+                continue
+            values = tuple(filling.numbers[position] for _, filling in fillings)
+            if min(values) < 0:
+                raise CaptureError("a negative number differs between batches")
+            if values not in sizes and values not in lengths:
+                name = next(names)
+                lengths[values] = NumberSource(name=name, offset=OFFSET)
+                given[name], varying[name] = _as_length(own.numbers[position]), {0}
+            numbers[position] = sizes.get(values) or lengths[values]
+        kept = replace(
+            template,
+            tensors=frozenset(tensors),
+            gathers={value: layout for value, (_, layout) in gathers.items()},
+            numbers=frozenset(numbers),
+        )
+        return LearnedTemplate(
+            template=kept,
+            sources=Sources(tensors=tensors, numbers=numbers, gathers=gathers),
+            example=example,
+            given=given,
+            varying={name: frozenset(dims) for name, dims in varying.items() if dims},
+        )
+
+    def check(self, learned: LearnedTemplate, captured: Program) -> None:
+        """Check that a captured program makes the calls that the model makes, and learn the shapes of its modules' results.
+
+        Another batch runs before, so that what a forward leaves in its modules for the next is not taken for an argument.
+
+        Raises:
+            CaptureError: the program calls something else inside a module, or trains other parameters.
+        """
+        self._note_shapes(captured)
+        for other in self._examples:
+            if other is not learned.example:
+                self._replayer.run(other.batch)
+        wanted = learned.example.script
+        program = replace(captured, model=self._replayer.model)
+        found = self._replayer.run_program(program, learned.example.batch, learned.given)
+        ours, theirs = (
+            [call for call in script.calls(frozenset()) if call.role == "step"] for script in (found, wanted)
+        )
+        for one, two in zip(ours, theirs, strict=False):
+            if not _same_step(one, two):
+                raise CaptureError(f"outside of its model, {two.where} calls {one.name} otherwise than the model does")
+        if len(ours) != len(theirs):
+            raise CaptureError(f"{len(ours)} steps outside of the model, {len(theirs)} inside")
+        if found.paths is None or wanted.paths is None or found.paths.trained != wanted.paths.trained:
+            raise CaptureError("the captured steps do not train what the model trains")
+
+    def program(self, learned: LearnedTemplate) -> Program:
+        """Return the program to capture."""
+        return Program(model=self._model, template=learned.template, sources=learned.sources)
+
+    def _note_shapes(self, program: Program) -> None:
+        """Learn from a captured program how the results of whole modules follow from their arguments."""
+        self._last = None
+        for path, calls in program.shapes.items():
+            if (shapes := ResultShapes.of(calls)) is not None:
+                self.rules[path] = self._replayer.results_by(shapes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedHoles:
+    """Fills the inputs that stand for what batches differ in, by a replay of the model's Python."""
+
+    learner: Learner
+    learned: LearnedTemplate
+    allowed: dict[frozenset[str], bool] = field(default_factory=dict)
+    """Names of sizes that were 0 or 1 in a batch -> whether the graph holds for such batches."""
+
+    def fill(self, batch: FlatBatch) -> dict[str, Tensor]:
+        """Return the holes' values for a batch. Raises Mismatch if the model's Python calls something else for it."""
+        script = self.learner.script(batch)
+        given = self.learned.inputs(batch, script)
+        if script.paths is not None:
+            self.learner.audit(script, self.learned)
+        return given
+
+    def allow(self, batch: FlatBatch, small: Collection[str]) -> bool:
+        """Return whether the graph holds though some sizes are 0 or 1, which mean something else to many functions.
+
+        It holds if the modules call the same functions as for the captured batch, whose sizes were larger.
+
+        Args:
+            batch: a batch for which all else holds.
+            small: names of these sizes.
+        """
+        key = frozenset(small)
+        if key not in self.allowed:
+            self.allowed[key] = self.learner.calls_the_same(batch, self.learned)
+        return self.allowed[key]
+
+
+def _same_step(one: Call, two: Call) -> bool:
+    same = one.key == two.key and one.structure == two.structure and one.grad == two.grad
+    return (
+        same
+        and all(map(_same_argument, one.leaves, two.leaves))
+        and [v.tensor.shape for v in one.results] == [v.tensor.shape for v in two.results]
+    )
+
+
+def _same_argument(one: object, two: object) -> bool:
+    if isinstance(one, Value) and isinstance(two, Value):
+        return one.tensor.shape == two.tensor.shape and one.tensor.dtype == two.tensor.dtype
+    return type(one) is type(two) and same_plain(one, two)
+
+
+def _run(leaves: list[Any]) -> None:
+    """Rule of a module whose results follow from its arguments in no simple way: it runs."""
+
+
+def _shapes_of(batch: FlatBatch) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a batch."""
+    return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def _num_small(example: Example, filling: Filling) -> int:
+    """Return how many sizes of inputs and holes are 0 or 1, which export fixes."""
+    tensors = [*example.batch.values(), *filling.tensors.values(), *(index for index, _ in filling.gathers.values())]
+    return sum(size < 2 for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape)
+
+
+def _as_length(number: int) -> Tensor:
+    return torch.empty(number + OFFSET)
+
+
+def _vary(varying: dict[str, set[int]], name: str, value: Tensor, other: Tensor) -> None:
+    dims = {dim for dim, (a, b) in enumerate(zip(value.shape, other.shape, strict=True)) if a != b}
+    if dims:
+        varying.setdefault(name, set()).update(dims)
+
+
+def _order(needed: Mapping[int, object], value: Value) -> int:
+    call = value.origins[0][0] if value.origins else None
+    return list(needed).index(id(call)) if call is not None and id(call) in needed else -1
