@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 from support.product import Module, modules  # noqa: E402  (the path comes first)
 
-MAX_LINES = 63_500
+MAX_LINES = 66_500
 MAX_CLASSES = 680
 MAX_FILES = 22
 """Python files in one folder."""
