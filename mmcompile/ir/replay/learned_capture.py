@@ -21,7 +21,7 @@ from mmcompile.ir.trace import Trace, exported_graph, finished_trace, named_forw
 from mmcompile.ir.tracing_context import no_python_randomness, python_state_kept, without_cache
 
 
-def capture_learned(learner: Learner, learned: LearnedTemplate, reference: Sequence[Component]) -> Capture:
+def capture_learned(learner: Learner, learned: LearnedTemplate, reference: Sequence[Component] | None) -> Capture:
     """Capture what a model calls on its examples, with an input for everything in which they differ.
 
     Args:
