@@ -9,7 +9,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help venv demo test test-all lint type format docs bench bench-planner bench-templates bench-sim bench-frozen bench-axes bench-entrain \
-	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-compile bench-cp bench-gpu bench-cli coverage clean
+	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-compile bench-cp bench-gpu bench-cli \
+	bench-stream coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -107,6 +108,9 @@ bench-cp: $(STAMP)  ## balance of all ways to give token blocks to ranks; fails 
 
 bench-gpu: $(STAMP)  ## bitfield attention against flex_attention and SDPA; needs a CUDA device
 	$(BIN)/python -P benchmarks/gpu_attention.py
+
+bench-stream: $(STAMP)  ## 200 microbatches of free sizes from the processors of 23 families: captures, replays, eager's losses, throughput
+	$(BIN)/python -P benchmarks/stream.py
 
 coverage: $(STAMP)  ## capture every family and rewrite docs/coverage.md
 	$(BIN)/python -P benchmarks/coverage.py --out docs/coverage.md
