@@ -9,6 +9,7 @@ same in one graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Generator
@@ -28,7 +29,7 @@ def packed_towers(model: nn.Module) -> Generator[None]:
     configs: dict[int, Any] = {
         id(module.config): module.config
         for module in model.modules()
-        if "cu_seqlens" in inspect.signature(module.forward).parameters
+        if _takes_sequences(type(module))
         and getattr(module.__dict__.get("config"), "_attn_implementation", None) is not None
     }
     if not configs or "transformers" not in sys.modules:
@@ -70,6 +71,12 @@ def _register() -> None:
     transformers: Any = sys.modules["transformers"]
     transformers.AttentionInterface.register(_IMPLEMENTATION, _forward)
     transformers.AttentionMaskInterface.register(_IMPLEMENTATION, transformers.masking_utils.flash_attention_mask)
+
+
+@functools.cache
+def _takes_sequences(kind: type[nn.Module]) -> bool:
+    """Return True for modules whose forward takes bounds of packed sequences."""
+    return "cu_seqlens" in inspect.signature(kind.forward).parameters
 
 
 def _forward(

@@ -34,6 +34,8 @@ _MOVES = _names(
 )
 """Functions that only rearrange elements of float tensors, except `to`, which also changes types."""
 _CASTS = _names("to float half bfloat16 double type type_as")
+INDEXES = _names("__getitem__ index_select take_along_dim")
+"""Moves that read the values of their further tensors."""
 LIKE = _names("to type_as expand_as view_as reshape_as")
 """Functions that read only dtype, device or shape of their second tensor."""
 TAKES_NUMBERS = _names(

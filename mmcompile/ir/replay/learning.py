@@ -68,7 +68,9 @@ class LearnedTemplate:
         for value, (name, _) in self.sources.gathers.items():
             given[name] = filling.gathers[value][0]
         for position, source in self.sources.numbers.items():
-            number = filling.numbers[position]
+            number = source.sign * filling.numbers[position]
+            if number < 0:
+                raise Mismatch("a number has another sign")
             if not source.offset:
                 if batch[source.name].shape[source.dim] != number:
                     raise Mismatch(f"{number} is not the size of {source.name} in dim {source.dim}")
@@ -204,12 +206,12 @@ class Learner:
             if position[0] not in needed:
                 continue
             values = tuple(filling.numbers[position] for _, filling in fillings)
-            if min(values) < 0:
-                raise CaptureError("a negative number differs between batches")
+            if min(values) < 0 < max(values):
+                raise CaptureError(f"{needed[position[0]].where}: a number is negative in some batches only")
             if values not in sizes and values not in lengths:
-                name = next(names)
-                lengths[values] = NumberSource(name=name, offset=OFFSET)
-                given[name], varying[name] = _as_length(own.numbers[position]), {0}
+                name, sign = next(names), -1 if min(values) < 0 else 1
+                lengths[values] = NumberSource(name=name, offset=OFFSET, sign=sign)
+                given[name], varying[name] = _as_length(sign * own.numbers[position]), {0}
             numbers[position] = sizes.get(values) or lengths[values]
         kept = replace(
             template,

@@ -35,11 +35,12 @@ OFFSET = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberSource:
-    """Place from which a program takes a number: the size of an input in a dim, less `offset`."""
+    """Place from which a program takes a number: the size of an input in a dim, less `offset`, times `sign`."""
 
     name: str
     dim: int = 0
     offset: int = 0
+    sign: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,7 @@ class Program:
             self._run(self.template.script.entries)
             return self._tensor(self.template.script.loss)
         finally:
+            _set_grad(True)
             self._made = {}
             self._inputs = {}
 
@@ -115,13 +117,14 @@ class Program:
 
     def _call(self, call: Call) -> Any:
         args, kwargs = self._arguments(call)
-        with contextlib.nullcontext() if call.grad else torch.no_grad():
-            return call.function(*args, **kwargs)
+        _set_grad(call.grad)
+        return call.function(*args, **kwargs)
 
     def _whole(self, call: Call) -> Any:
         args, kwargs = self._arguments(call)
         module = self.model.get_submodule(call.name)
-        with _plain_forward(module, None), torch.set_grad_enabled(True) if call.grad else torch.no_grad():
+        _set_grad(call.grad)
+        with _plain_forward(module, None):
             out = module(*args, **kwargs)
         given: list[Any] = []
         flatten((args, kwargs), given)
@@ -145,7 +148,7 @@ class Program:
 
     def _number(self, call: int, leaf: int, value: Any) -> Any:
         source = self.sources.numbers.get((call, leaf))
-        return value if source is None else self._inputs[source.name].shape[source.dim] - source.offset
+        return value if source is None else source.sign * (self._inputs[source.name].shape[source.dim] - source.offset)
 
     def _bind(self, call: Call, out: Any) -> None:
         tensors = tensors_of(out)
@@ -170,6 +173,12 @@ class Program:
             return getattr(self.model.get_submodule(path), name)
         assert value.kind is ValueKind.CONSTANT and value.host, f"no call made {value}"
         return value.tensor
+
+
+def _set_grad(enabled: bool) -> None:
+    # Every switch is a region of the exported graph, and each region takes export a while.
+    if torch.is_grad_enabled() != enabled:
+        torch.set_grad_enabled(enabled)
 
 
 def _sizes(tensor: Tensor) -> tuple[Any, ...]:

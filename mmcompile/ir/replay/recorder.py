@@ -277,7 +277,7 @@ class Recorder(TorchFunctionMode):
         in_place = functions.writes_in_place(name, kwargs)
         if in_place:
             args = self._with_fake_target(call, args, kwargs)
-        elif name == "__get__" or functions.is_move(name, args, kwargs):
+        elif name == "__get__" or (functions.is_move(name, args, kwargs) and not _is_indexed_by_activations(call)):
             call.role = "move"
             if (whole := self._joined(call, args, kwargs)) is not None:
                 return self._run(torch.Tensor.clone, "clone", (whole,), {})
@@ -330,6 +330,11 @@ class Recorder(TorchFunctionMode):
         cut = next((x for x in _split_dim(first)), 0)
         same = len(first.results) == len(pieces) and all(a is b for a, b in zip(first.results, pieces, strict=True))
         return source.tensor if same and dim % source.tensor.dim() == cut % source.tensor.dim() else None
+
+
+def _is_indexed_by_activations(call: Call) -> bool:
+    further = (leaf for leaf in call.leaves[1:] if isinstance(leaf, Value))
+    return call.name in functions.INDEXES and any(not leaf.host for leaf in further)
 
 
 def _split_dim(call: Call) -> Generator[int]:
