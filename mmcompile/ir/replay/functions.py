@@ -36,6 +36,10 @@ _MOVES = _names(
 _CASTS = _names("to float half bfloat16 double type type_as")
 INDEXES = _names("__getitem__ index_select take_along_dim")
 """Moves that read the values of their further tensors."""
+_PAD_VALUES = {"pad": (3, "value"), "pad_sequence": (2, "padding_value")}
+"""Function that pads -> place and name of the argument that says with what."""
+PADS = frozenset(_PAD_VALUES)
+"""Moves that add zeros."""
 LIKE = _names("to type_as expand_as view_as reshape_as")
 """Functions that read only dtype, device or shape of their second tensor."""
 TAKES_NUMBERS = _names(
@@ -58,7 +62,26 @@ def writes_in_place(name: str, kwargs: dict[str, Any]) -> bool:
 
 def is_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True for a function that only rearranges elements, without a change of type."""
+    if name in PADS:
+        return _pads_with_zeros(name, args, kwargs)
     return name in _MOVES or (name == "to" and not _changes_type(args, kwargs))
+
+
+def padded_with(
+    name: str, number: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a function in `PADS`, with `number` as what it pads with."""
+    place, key = _PAD_VALUES[name]
+    if len(args) > place:
+        return (*args[:place], number, *args[place + 1 :]), kwargs
+    return args, {**kwargs, key: number}
+
+
+def _pads_with_zeros(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    place, key = _PAD_VALUES[name]
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    value = args[place] if len(args) > place else kwargs.get(key)
+    return not value and (name != "pad" or mode == "constant")
 
 
 def keeps_values(name: str) -> bool:

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from mmcompile.ir.compat import no_torch_functions
+from mmcompile.ir.replay import functions
 from mmcompile.ir.replay.values import Value, origin_in, rebuild, tensors_of
+
+_PADDING = -1
+"""Number of an element that pads: it is of no base."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,8 @@ class Layout:
     """True if `out` is two dims in one: rows, and which of some rows (`unfold`)."""
     inside: bool = False
     """True if, of these two, the elements of a row are the outer dim."""
+    padded: bool = False
+    """True if one more row, of zeros, follows those of the bases."""
 
 
 def bases_of(value: Value, wholes: frozenset[str]) -> list[Value]:
@@ -54,9 +60,18 @@ def bases_of(value: Value, wholes: frozenset[str]) -> list[Value]:
     return found
 
 
+def _is_padded(value: Value, wholes: frozenset[str]) -> bool:
+    call = origin_in(value, wholes)[0] if value.origins else None
+    if call is None or call.role != "move":
+        return False
+    moved = (leaf for leaf in call.leaves if isinstance(leaf, Value) and not leaf.host)
+    return call.name in functions.PADS or any(_is_padded(leaf, wholes) for leaf in moved)
+
+
 def layouts(value: Value, wholes: frozenset[str]) -> Iterator[Layout]:
     """Yield all layouts in which a moved tensor is a gather of rows of its bases, long rows first."""
     moved, starts, shapes = _moved(value, wholes)
+    padded = _is_padded(value, wholes)
     for out in reversed(range(moved.dim())):
         for size in sorted(set(shapes[0]), reverse=True):
             for inside in (False, True):
@@ -64,7 +79,7 @@ def layouts(value: Value, wholes: frozenset[str]) -> Iterator[Layout]:
                 found = None if rows is None else _rows(rows, starts, shapes, size)
                 if found is not None:
                     folded = size < moved.shape[out]
-                    yield Layout(dims=found[1], size=size, out=out, folded=folded, inside=inside)
+                    yield Layout(dims=found[1], size=size, out=out, folded=folded, inside=inside, padded=padded)
 
 
 def gather_index(value: Value, layout: Layout, wholes: frozenset[str]) -> Tensor | None:
@@ -113,6 +128,8 @@ def _moved(value: Value, wholes: frozenset[str]) -> tuple[Tensor, list[int], lis
                 for leaf in call.leaves
             )
             args, kwargs = rebuild(call.structure, leaves)
+            if call.name in functions.PADS:
+                args, kwargs = functions.padded_with(call.name, _PADDING, args, kwargs)
             made[id(call)] = tensors_of(call.function(*args, **kwargs))
         return made[id(call)][place]
 
@@ -134,7 +151,9 @@ def _rows(
     """Return (index of rows, dim of each base along which rows lie) if the last dim of `moved` holds whole rows, along `dims`."""
     heads = moved[..., 0].contiguous()
     which = torch.bucketize(heads, torch.tensor(starts), right=True) - 1
-    index, found, before = torch.zeros_like(heads), list[int](), 0
+    if not torch.equal((moved == _PADDING).all(-1), (moved == _PADDING).any(-1)):
+        return None
+    index, found, before = torch.full_like(heads, sum(map(math.prod, shapes)) // size), list[int](), 0
     for number, shape in enumerate(shapes):
         own = moved[which == number]
         may = range(len(shape)) if dims is None else range(dims[number], dims[number] + 1)
@@ -162,6 +181,8 @@ def _whole(rows: Tensor, start: int, shape: tuple[int, ...], dim: int) -> bool:
 def gathered(bases: Sequence[Tensor], layout: Layout, index: Tensor) -> Tensor:
     """Return the rows of all bases that `index` names, in the layout of the result."""
     flat = [base.movedim(dim, -1).reshape(-1, layout.size) for base, dim in zip(bases, layout.dims, strict=True)]
+    if layout.padded:
+        flat.append(flat[0].new_zeros(1, layout.size))
     rows = (torch.cat(flat) if len(flat) > 1 else flat[0])[index]
     place = layout.out + (layout.folded and not layout.inside)
     rows = rows if place == rows.dim() - 1 else rows.movedim(-1, place)
