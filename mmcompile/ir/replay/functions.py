@@ -50,6 +50,11 @@ TAKES_NUMBERS = _names(
 """Functions that read the value of a tensor of one element where they take a number."""
 FROM_DATA = _names("tensor as_tensor asarray new_tensor scalar_tensor")
 """Functions that make a tensor from numbers of Python."""
+ELEMENTWISE = _names(
+    "relu gelu silu sigmoid tanh softplus elu leaky_relu hardswish mish relu6 abs neg sqrt rsqrt exp log pow square clamp "
+    "float half bfloat16 double to type add sub mul div truediv rsub radd rmul"
+)
+"""Functions, without underlines around their names, that compute every element from those at its place alone."""
 _FACTORIES = _names("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like new_tensor")
 _DYNAMIC = _names("nonzero argwhere unique unique_consecutive masked_select bincount")
 _DRAWS = _names("rand randn randint randperm bernoulli multinomial normal rand_like randn_like randint_like dropout")

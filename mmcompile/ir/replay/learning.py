@@ -14,6 +14,7 @@ from mmcompile.errors import CaptureError
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.replay.gathers import Layout
+from mmcompile.ir.replay.loops import Loops, Site, num_calls, packed, row_modules, varying_sites
 from mmcompile.ir.replay.program import OFFSET, NumberSource, Program, ResultShapes, Sources
 from mmcompile.ir.replay.recorder import ModuleRule
 from mmcompile.ir.replay.replayer import Replayer
@@ -88,6 +89,8 @@ class Learner:
         self._model = model
         self._replayer = Replayer(model)
         self._examples: list[Example] = []
+        self._counts: list[dict[Site, int]] = []
+        self._loops = Loops()
         self._paths: set[str] = set()
         self._open: set[str] = set()
         self._count = 0
@@ -99,12 +102,25 @@ class Learner:
 
     def see(self, batch: FlatBatch) -> Example:
         """Run all of the model's Python on a batch, and keep its script as an example."""
-        example = Example(batch=batch, script=self._replayer.run(batch))
-        self._examples = [*self._examples[-(_EXAMPLES - 1) :], example]
-        self._paths |= {module.path for module in modules_in(example.script.entries)}
+        script = self._replayer.run(batch)
+        self._paths |= {module.path for module in modules_in(script.entries)}
         # A hook inside, such as one that collects hidden states, must run.
-        self.keep_open({*open_modules(example.script), *(path.rpartition(".")[0] for path in self._replayer.hooked())})
+        self.keep_open({*open_modules(script), *(path.rpartition(".")[0] for path in self._replayer.hooked())})
+        self._counts = [*self._counts[-(_EXAMPLES - 1) :], num_calls(script.entries, self.wholes)]
+        loops = Loops(
+            sites=self._loops.sites | varying_sites(self._counts),
+            row_modules=self._loops.row_modules | row_modules(script.entries, self.wholes),
+        )
+        if loops != self._loops:
+            self._loops, self._last = loops, None
+            self._examples = [Example(batch=e.batch, script=self._run(e.batch)) for e in self._examples]
+        example = Example(batch=batch, script=self._run(batch) if loops.sites else script)
+        self._examples = [*self._examples[-(_EXAMPLES - 1) :], example]
         return example
+
+    def _run(self, batch: FlatBatch, rules: Mapping[str, ModuleRule] | None = None) -> Script:
+        script = self._replayer.run(batch, rules, lines=bool(self._loops.sites))
+        return replace(script, entries=packed(script.entries, self._loops, self.wholes))
 
     def keep_open(self, paths: Collection[str]) -> None:
         """Record modules whose calls, and those of the modules around them, are never one step."""
@@ -122,14 +138,14 @@ class Learner:
             self._count += 1
             rules = {path: self.rules.get(path, _run) for path in self.wholes}
             try:
-                self._last = batch, self._replayer.run(batch, None if self._count % _AUDITED == 0 else rules)
+                self._last = batch, self._run(batch, None if self._count % _AUDITED == 0 else rules)
             except Exception as error:  # whatever the model's Python raises; a capture of this batch tells why
                 raise Mismatch(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
         return self._last[1]
 
     def calls_the_same(self, batch: FlatBatch, learned: LearnedTemplate) -> bool:
         """Run all modules on a batch, and return whether those that are one step call the same as in the captured example."""
-        return not self._differing(self._replayer.run(batch), learned)
+        return not self._differing(self._run(batch), learned)
 
     def audit(self, script: Script, learned: LearnedTemplate) -> None:
         """Compare a script of all modules with the captured one. Raises Mismatch; what differs is one step no longer."""
@@ -242,9 +258,7 @@ class Learner:
         wanted = learned.example.script
         program = replace(captured, model=self._replayer.model)
         found = self._replayer.run_program(program, learned.example.batch, learned.given)
-        ours, theirs = (
-            [call for call in script.calls(frozenset()) if call.role == "step"] for script in (found, wanted)
-        )
+        ours, theirs = (script.steps(self._loops.row_modules) for script in (found, wanted))
         for one, two in zip(ours, theirs, strict=False):
             if not _same_step(one, two):
                 raise CaptureError(f"outside of its model, {two.where} calls {one.name} otherwise than the model does")

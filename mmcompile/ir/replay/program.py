@@ -214,6 +214,8 @@ class ResultShapes:
     structure: Structure
     made: tuple[Any, ...]
     """(dtype, sizes) of each leaf of the results that is a tensor; a size is an int, or (leaf of the arguments, dim)."""
+    ranks: tuple[tuple[int, int], ...]
+    """(leaf of the arguments, its number of dims) of each tensor."""
     fixed: tuple[tuple[int, int, int], ...]
     """(leaf of the arguments, dim, size) of each size for which alone this holds."""
 
@@ -243,4 +245,5 @@ class ResultShapes:
             if None in found:
                 return None
             made.append((dtype, found))
-        return cls(structure=call.structure, made=tuple(made), fixed=tuple(fixed))
+        ranks = tuple((leaf, len(sizes)) for leaf, sizes in enumerate(call.given) if sizes is not None)
+        return cls(structure=call.structure, made=tuple(made), ranks=ranks, fixed=tuple(fixed))

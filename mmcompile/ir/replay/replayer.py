@@ -61,17 +61,18 @@ class Replayer:
 
         return call
 
-    def run(self, batch: FlatBatch, rules: Mapping[str, ModuleRule] | None = None) -> Script:
+    def run(self, batch: FlatBatch, rules: Mapping[str, ModuleRule] | None = None, *, lines: bool = False) -> Script:
         """Return the script of a forward.
 
         Args:
             batch: real tensors; left as they are.
             rules: path of a module that is called as one step -> its rule; None to run and record all modules.
+            lines: whether to note the lines of Python also where some modules do not run.
 
         Raises:
             CaptureError: Python reads a value that depends on activations, or draws random numbers itself.
         """
-        recorder = Recorder(self.mode, rules or {}, lines=rules is None)
+        recorder = Recorder(self.mode, rules or {}, lines=lines or rules is None)
         inputs = self._inputs(recorder, batch)
         with self._context(full=rules is None) as options, self._recording(recorder):
             loss = loss_of(self.model(**options, **batch.arguments(inputs)))
@@ -122,7 +123,9 @@ class Replayer:
                 return torch.empty(shape, dtype=dtype)
 
         def results(leaves: list[Any]) -> Any:
-            if any(leaves[leaf].shape[dim] != size for leaf, dim, size in shapes.fixed):
+            if any(leaves[leaf].dim() != rank for leaf, rank in shapes.ranks) or any(
+                leaves[leaf].shape[dim] != size for leaf, dim, size in shapes.fixed
+            ):
                 return None
             return rebuild(shapes.structure, (fake(result, leaves) for result in shapes.made))
 
