@@ -33,7 +33,7 @@ _MOVES = _names(
     "hsplit vsplit ravel take_along_dim broadcast_to atleast_2d"
 )
 """Functions that only rearrange elements of float tensors, except `to`, which also changes types."""
-_CASTS = _names("to float half bfloat16 double type type_as")
+_CAST_TO = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 INDEXES = _names("__getitem__ index_select take_along_dim")
 """Moves that read the values of their further tensors."""
 _PAD_VALUES = {"pad": (3, "value"), "pad_sequence": (2, "padding_value")}
@@ -69,7 +69,9 @@ def is_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True for a function that only rearranges elements, without a change of type."""
     if name in PADS:
         return _pads_with_zeros(name, args, kwargs)
-    return name in _MOVES or (name == "to" and not _changes_type(args, kwargs))
+    if name in _CAST_TO:
+        return args[0].dtype == _CAST_TO[name]
+    return name in _MOVES or (name in ("to", "type_as") and not _changes_type(args, kwargs))
 
 
 def padded_with(
@@ -87,11 +89,6 @@ def _pads_with_zeros(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
     value = args[place] if len(args) > place else kwargs.get(key)
     return not value and (name != "pad" or mode == "constant")
-
-
-def keeps_values(name: str) -> bool:
-    """Return True for a function whose result has the values of its input, moved or cast."""
-    return name in _MOVES or name in _CASTS or name == "__get__" or name == "detach"
 
 
 def _changes_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -122,6 +119,11 @@ def has_dynamic_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         index = args[1]
         return any(map(is_mask, index if isinstance(index, (tuple, list)) else (index,)))
     return name in _DYNAMIC
+
+
+def fills(name: str) -> bool:
+    """Return True for a factory like a float tensor whose result has values that follow from its other arguments."""
+    return name in _FACTORIES and "empty" not in name
 
 
 def makes_host_tensor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

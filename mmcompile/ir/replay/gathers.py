@@ -181,9 +181,10 @@ def _whole(rows: Tensor, start: int, shape: tuple[int, ...], dim: int) -> bool:
 def gathered(bases: Sequence[Tensor], layout: Layout, index: Tensor) -> Tensor:
     """Return the rows of all bases that `index` names, in the layout of the result."""
     flat = [base.movedim(dim, -1).reshape(-1, layout.size) for base, dim in zip(bases, layout.dims, strict=True)]
+    together = torch.cat(flat) if len(flat) > 1 else flat[0]
     if layout.padded:
-        flat.append(flat[0].new_zeros(1, layout.size))
-    rows = (torch.cat(flat) if len(flat) > 1 else flat[0])[index]
+        together = torch.nn.functional.pad(together, (0, 0, 0, 1))
+    rows = together[index]
     place = layout.out + (layout.folded and not layout.inside)
     rows = rows if place == rows.dim() - 1 else rows.movedim(-1, place)
     return rows.flatten(layout.out, layout.out + 1) if layout.folded else rows

@@ -203,16 +203,9 @@ def _can_pack(members: Sequence[Entry], loops: Loops) -> bool:
 
 
 def _resizes(call: Call) -> bool:
-    """Return True for a call that resizes images [images, channels, height, width] to a given size."""
-    source, options = call.leaves[0], _resize_options(call)
-    return (
-        _carries(source)
-        and source.tensor.dim() == 4
-        and source.tensor.shape[1] > 1
-        and isinstance(options["size"], (tuple, list))
-        and len(options["size"]) == 2
-        and options["scale_factor"] is None
-    )
+    """Return True for a call that resizes images [images, channels, height, width]."""
+    source = call.leaves[0]
+    return _carries(source) and source.tensor.dim() == 4 and source.tensor.shape[1] > 1
 
 
 _RESIZE = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
@@ -220,8 +213,8 @@ _RESIZE = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_fac
 
 def _resize_options(call: Call) -> dict[str, Any]:
     args, kwargs = rebuild(call.structure, iter(call.leaves))
-    defaults = {"size": None, "scale_factor": None, "mode": "nearest", "align_corners": None, "antialias": False}
-    return {**defaults, **dict(zip(_RESIZE, args[1:], strict=False)), **kwargs}
+    given = {**dict(zip(_RESIZE, args[1:], strict=False)), **kwargs}
+    return {"size": None, "scale_factor": None, **{name: value for name, value in given.items() if name != "input"}}
 
 
 class _Packing:
@@ -324,11 +317,7 @@ def _taps_of(call: Call) -> tuple[Tensor, Tensor]:
     A pixel's number is that of its row in [images * height * width, channels].
     """
     images, _, height, width = call.leaves[0].tensor.shape
-    options = _resize_options(call)
-    options = {name: options[name] for name in ("mode", "align_corners", "antialias")} | {"size": options["size"]}
-    (rows, by_row), (columns, by_column) = (
-        _axis_taps(old, new, options) for old, new in zip((height, width), options["size"], strict=True)
-    )
+    (rows, by_row), (columns, by_column) = (_axis_taps(call, axis) for axis in (0, 1))
     index = rows[:, None, :, None] * width + columns[None, :, None, :]
     weight = by_row[:, None, :, None] * by_column[None, :, None, :]
     index, weight = (part.reshape(rows.shape[0] * columns.shape[0], -1) for part in (index, weight))
@@ -336,9 +325,16 @@ def _taps_of(call: Call) -> tuple[Tensor, Tensor]:
     return (first + index).flatten(0, 1), weight.repeat(images, 1)
 
 
-def _axis_taps(old: int, new: int, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return (index, weight) along one axis, [new, n]."""
+def _axis_taps(call: Call, axis: int) -> tuple[Tensor, Tensor]:
+    """Return (index, weight) of a resize along height (0) or width (1) alone, [new, n]."""
+    options = _resize_options(call)
+    for name, kept in (("size", 1), ("scale_factor", 1.0)):
+        if isinstance(options[name], (tuple, list)):
+            options[name] = (options[name][axis], kept)
+        elif options[name] is not None:
+            options[name] = (options[name], kept)
+    old = call.leaves[0].tensor.shape[2 + axis]
     identity = torch.eye(old, dtype=torch.float64).view(1, old, old, 1)
-    matrix = torch.nn.functional.interpolate(identity, **{**options, "size": (new, 1)})[0, :, :, 0].T
+    matrix = torch.nn.functional.interpolate(identity, **options)[0, :, :, 0].T
     index = matrix.abs().topk(int((matrix != 0).sum(1).max()), dim=1).indices
     return index, matrix.gather(1, index)

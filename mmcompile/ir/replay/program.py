@@ -7,6 +7,7 @@ of the host is in it that a hole replaces.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,10 @@ class ModuleShapes:
     """Shape of each leaf of the arguments that is a tensor."""
     structure: Structure
     made: list[Any]
-    """(shape, dtype) of each leaf of the results that is a tensor; a plain value as it is."""
+    """(shape, dtype) of each leaf of the results that is a tensor, or (index of an earlier leaf that is the same,).
+
+    Plain values are as they are.
+    """
 
 
 @dataclass(kw_only=True, eq=False)
@@ -134,7 +138,7 @@ class Program:
             ModuleShapes(
                 given=[_sizes(leaf) if isinstance(leaf, Tensor) else None for leaf in given],
                 structure=structure,
-                made=[(_sizes(leaf), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                made=_made(leaves),
             )
         )
         return out
@@ -175,6 +179,18 @@ class Program:
         return value.tensor
 
 
+def _made(leaves: Sequence[Any]) -> list[Any]:
+    """Return what `ModuleShapes.made` says of the leaves of a result."""
+    first = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves)))}
+
+    def made(index: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return (_sizes(leaf), leaf.dtype) if first[id(leaf)] == index else (first[id(leaf)],)
+
+    return list(itertools.starmap(made, enumerate(leaves)))
+
+
 def _set_grad(enabled: bool) -> None:
     # Every switch is a region of the exported graph, and each region takes export a while.
     if torch.is_grad_enabled() != enabled:
@@ -213,7 +229,10 @@ class ResultShapes:
 
     structure: Structure
     made: tuple[Any, ...]
-    """(dtype, sizes) of each leaf of the results that is a tensor; a size is an int, or (leaf of the arguments, dim)."""
+    """(dtype, sizes) of each leaf of the results that is a tensor, or (index of an earlier leaf that is the same,).
+
+    A size is an int, or (leaf of the arguments, dim).
+    """
     ranks: tuple[tuple[int, int], ...]
     """(leaf of the arguments, its number of dims) of each tensor."""
     fixed: tuple[tuple[int, int, int], ...]
@@ -237,7 +256,7 @@ class ResultShapes:
                     places.setdefault(size, (leaf, dim))
         made: list[Any] = []
         for result in call.made:
-            if not isinstance(result, tuple):
+            if not isinstance(result, tuple) or len(result) == 1:
                 made.append(result)
                 continue
             sizes, dtype = result

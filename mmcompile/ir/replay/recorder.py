@@ -28,6 +28,7 @@ from mmcompile.ir.replay.values import (
     rebuild,
     tensors_of,
 )
+from mmcompile.kernels.ctc_loss import ctc_loss
 
 ModuleRule = Callable[[list[Any]], Any]
 """Function: leaves of a module's arguments -> its results on fake tensors, or None if the module must run."""
@@ -111,8 +112,12 @@ class Recorder(TorchFunctionMode):
         if out is None:
             with self._unrecorded():
                 out = forward(*args, **kwargs)
+        made: dict[int, Value] = {}  # a result may be there twice, as last hidden state and pooled one
         for index, tensor in enumerate(tensors_of(out)):
-            call.results.append(self.name(tensor, Value(ValueKind.RESULT, tensor, False, origins=[(call, index)])))
+            if id(tensor) not in made:
+                value = Value(ValueKind.RESULT, tensor, False, origins=[(call, index)])
+                made[id(tensor)] = self.name(tensor, value)
+            call.results.append(made[id(tensor)])
         return out
 
     @contextlib.contextmanager
@@ -128,6 +133,11 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if not self._silent and (name in functions.TAKES_NUMBERS or name in ("__getitem__", "__setitem__")):
             args, kwargs = self._with_numbers(name, args, kwargs)
+        if name == "register_hook" and args[0].requires_grad:
+            raise CaptureError(
+                "the model registers a hook on a tensor's gradient, which a graph does not have, so gradients would be wrong; "
+                "change the gradient with tensor ops in forward, or take the hook off"
+            )
         if self._silent or name in functions.QUESTIONS:
             return func(*args, **kwargs)
         if name == "__get__" and getattr(func.__self__, "__name__", "") not in functions.MOVING_PROPERTIES:
@@ -142,11 +152,7 @@ class Recorder(TorchFunctionMode):
         if functions.makes_host_tensor(name, args, kwargs) or (
             name in functions.LIKE and isinstance(call.leaves[0], Value) and call.leaves[0].host
         ):
-            with no_torch_functions():
-                args, kwargs = self._with(
-                    call, lambda leaf: torch.empty(1, dtype=leaf.tensor.dtype).expand(leaf.tensor.shape)
-                )
-            return self._on_host(call, args, kwargs)
+            return self._on_host(call, *self._with(call, _any_values))
         valued = all(id(leaf.tensor) in self._real for leaf in devices)
         if name in functions.READS:
             self._note_read()
@@ -283,18 +289,21 @@ class Recorder(TorchFunctionMode):
                 return self._run(torch.Tensor.clone, "clone", (whole,), {})
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise CaptureError("the model switches autocast on inside forward; enable it outside, or cast explicitly")
-        out = call.function(*args, **kwargs)
+        # torch's loss has a table whose size depends on values; a trace replaces it too.
+        out = (ctc_loss if call.function is torch.nn.functional.ctc_loss else call.function)(*args, **kwargs)
         if isinstance(out, Tensor) and not in_place and id(out) in self._values:
             with no_torch_functions():
                 out = torch.ops.aten.alias.default(out)
         tensors = tensors_of(out)
+        if functions.fills(name):
+            filled = self._with(call, _any_values)
+            self.know(tensors[0], lambda: call.function(*filled[0], **filled[1]))
         if valued and not in_place and tensors and not functions.draws(name):
             if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
                 call.role = "host"
                 return self._named_on_host(call, self._on_values(call), False, args, kwargs)
-            if functions.keeps_values(name):
-                for index, tensor in enumerate(tensors):
-                    self.know(tensor, lambda index=index: tensors_of(self._on_values(call))[index])
+            for index, tensor in enumerate(tensors):
+                self.know(tensor, lambda index=index: tensors_of(self._on_values(call))[index])
         self._levels[-1].append(call)
         if in_place:
             tensors = [kwargs.get("out", args[0])]
@@ -330,6 +339,12 @@ class Recorder(TorchFunctionMode):
         cut = next((x for x in _split_dim(first)), 0)
         same = len(first.results) == len(pieces) and all(a is b for a, b in zip(first.results, pieces, strict=True))
         return source.tensor if same and dim % source.tensor.dim() == cut % source.tensor.dim() else None
+
+
+def _any_values(leaf: Value) -> Tensor:
+    """Return a host tensor of the shape and type of a fake one, for a function that reads no values."""
+    with no_torch_functions():
+        return torch.empty(1, dtype=leaf.tensor.dtype).expand(leaf.tensor.shape)
 
 
 def _is_indexed_by_activations(call: Call) -> bool:

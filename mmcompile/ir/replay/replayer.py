@@ -114,9 +114,11 @@ class Replayer:
     def results_by(self, shapes: ResultShapes) -> ModuleRule:
         """Return a rule that makes the fake results of a module from the sizes of its arguments."""
 
-        def fake(result: Any, leaves: list[Any]) -> Any:
+        def fake(result: Any, leaves: list[Any], before: list[Any]) -> Any:
             if not isinstance(result, tuple):
                 return result
+            if len(result) == 1:
+                return before[result[0]]
             dtype, sizes = result
             shape = [size if isinstance(size, int) else leaves[size[0]].shape[size[1]] for size in sizes]
             with no_torch_functions(), self.mode:
@@ -127,7 +129,10 @@ class Replayer:
                 leaves[leaf].shape[dim] != size for leaf, dim, size in shapes.fixed
             ):
                 return None
-            return rebuild(shapes.structure, (fake(result, leaves) for result in shapes.made))
+            made: list[Any] = []
+            for result in shapes.made:
+                made.append(fake(result, leaves, made))
+            return rebuild(shapes.structure, iter(made))
 
         return results
 
