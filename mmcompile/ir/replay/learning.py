@@ -201,7 +201,7 @@ class Learner:
         for value in sorted(template.tensors & used, key=lambda value: _order(needed, value)):
             tensors[value] = name = next(names)
             given[name] = own.tensors[value].detach().clone()
-            varying[name] = {0} if value.tensor.dim() else set()
+            varying[name] = set(range(min(value.tensor.dim(), 1 if value.origins else 2)))
             for _, filling in fillings:
                 _vary(varying, name, filling.tensors[value], given[name])
         for value in sorted(template.gathers.keys() & used, key=lambda value: _order(needed, value)):

@@ -7,6 +7,7 @@ apart again; a resize of images becomes a weighted sum of rows. Then batches wit
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import Counter, defaultdict
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from mmcompile.errors import CaptureError
 from mmcompile.ir.replay import functions
 from mmcompile.ir.replay.script_template import same_plain
 from mmcompile.ir.replay.values import Call, ModuleCall, Value, ValueKind, calls_in, flatten, rebuild
@@ -267,7 +269,7 @@ class _Packing:
     def _resize(self) -> None:
         first = self._heads[0]
         taps = [_taps_of(call) for call in self._heads]
-        most = max(index.shape[1] for index, _ in taps)
+        most = max(2, *(index.shape[1] for index, _ in taps))  # a size of 1 would mean something else
         pad = [(0, most - index.shape[1]) for index, _ in taps]
         read: list[Value] = []
         for call, (index, _), width in zip(self._heads, taps, pad, strict=True):
@@ -328,13 +330,25 @@ def _taps_of(call: Call) -> tuple[Tensor, Tensor]:
 def _axis_taps(call: Call, axis: int) -> tuple[Tensor, Tensor]:
     """Return (index, weight) of a resize along height (0) or width (1) alone, [new, n]."""
     options = _resize_options(call)
-    for name, kept in (("size", 1), ("scale_factor", 1.0)):
+    for name, kept in (("size", _WIDTH), ("scale_factor", 1.0)):
         if isinstance(options[name], (tuple, list)):
             options[name] = (options[name][axis], kept)
         elif options[name] is not None:
             options[name] = (options[name], kept)
-    old = call.leaves[0].tensor.shape[2 + axis]
-    identity = torch.eye(old, dtype=torch.float64).view(1, old, old, 1)
-    matrix = torch.nn.functional.interpolate(identity, **options)[0, :, :, 0].T
+    return _taps_along(call.leaves[0].tensor.shape[2 + axis], tuple(sorted(options.items())))
+
+
+_WIDTH = 2
+"""Width of the images that show what a resize does to their height; torch's antialiasing errs where it is 1."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _taps_along(old: int, options: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
+    columns = torch.eye(old, dtype=torch.float64).view(1, old, old, 1).expand(1, old, old, _WIDTH).contiguous()
+    matrix = torch.nn.functional.interpolate(columns, **dict(options))[0, :, :, 0].T
+    other = torch.arange(old, dtype=torch.float64).sin().view(1, 1, old, 1).expand(1, 1, old, _WIDTH).contiguous()
+    resized = torch.nn.functional.interpolate(other, **dict(options))[0, 0, :, 0]
+    if not torch.allclose(matrix @ other[0, 0, :, 0], resized, rtol=1e-9, atol=1e-12):
+        raise CaptureError(f"a resize of {old} rows with {dict(options)} is no weighted sum of rows; please report it")
     index = matrix.abs().topk(int((matrix != 0).sum(1).max()), dim=1).indices
     return index, matrix.gather(1, index)

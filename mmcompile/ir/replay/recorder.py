@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
@@ -357,11 +358,15 @@ def _split_dim(call: Call) -> Generator[int]:
     yield args[2] if len(args) > 2 else kwargs.get("dim", 0)
 
 
+_SILENT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+"""Folders whose lines are none of the model's Python."""
+
+
 def _line() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and "/ir/replay/" not in name:
+        if not name.startswith(_SILENT):
             return f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
