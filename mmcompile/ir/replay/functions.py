@@ -37,7 +37,7 @@ _CAST_TO = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfl
 INDEXES = _names("__getitem__ index_select take_along_dim")
 """Moves that read the values of their further tensors."""
 _PAD_VALUES = {"pad": (3, "value"), "pad_sequence": (2, "padding_value")}
-"""Function that pads -> place and name of the argument that says with what."""
+"""Function that pads -> place and name of the argument with the number."""
 PADS = frozenset(_PAD_VALUES)
 """Moves that add zeros."""
 LIKE = _names("to type_as expand_as view_as reshape_as")

@@ -14,7 +14,7 @@ from mmcompile.errors import CaptureError
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.replay.gathers import Layout
-from mmcompile.ir.replay.loops import Loops, Site, num_calls, packed, row_modules, varying_sites
+from mmcompile.ir.replay.loops import LoopSites, Site, num_calls, packed, row_modules, varying_sites
 from mmcompile.ir.replay.program import OFFSET, NumberSource, Program, ResultShapes, Sources
 from mmcompile.ir.replay.recorder import ModuleRule
 from mmcompile.ir.replay.replayer import Replayer
@@ -27,7 +27,7 @@ from mmcompile.ir.replay.script_template import (
     needed_calls,
     same_plain,
 )
-from mmcompile.ir.replay.values import Call, Value, modules_in
+from mmcompile.ir.replay.values import Call, Value, calls_in, modules_in
 
 HOLE_PREFIX = "given_"
 """Start of the names of inputs that stand for holes."""
@@ -90,7 +90,7 @@ class Learner:
         self._replayer = Replayer(model)
         self._examples: list[Example] = []
         self._counts: list[dict[Site, int]] = []
-        self._loops = Loops()
+        self._loops = LoopSites()
         self._paths: set[str] = set()
         self._open: set[str] = set()
         self._count = 0
@@ -107,7 +107,7 @@ class Learner:
         # A hook inside, such as one that collects hidden states, must run.
         self.keep_open({*open_modules(script), *(path.rpartition(".")[0] for path in self._replayer.hooked())})
         self._counts = [*self._counts[-(_EXAMPLES - 1) :], num_calls(script.entries, self.wholes)]
-        loops = Loops(
+        loops = LoopSites(
             sites=self._loops.sites | varying_sites(self._counts),
             row_modules=self._loops.row_modules | row_modules(script.entries, self.wholes),
         )
@@ -258,9 +258,12 @@ class Learner:
         wanted = learned.example.script
         program = replace(captured, model=self._replayer.model)
         found = self._replayer.run_program(program, learned.example.batch, learned.given)
-        ours, theirs = (script.steps(self._loops.row_modules) for script in (found, wanted))
+        ours, theirs = (script.steps(frozenset()) for script in (found, wanted))
+        rows = {
+            id(c) for m in modules_in(wanted.entries) if m.path in self._loops.packed_modules for c in calls_in([m])
+        }
         for one, two in zip(ours, theirs, strict=False):
-            if not _same_step(one, two):
+            if not _same_step(one, two, sizes=id(two) not in rows):
                 raise CaptureError(f"outside of its model, {two.where} calls {one.name} otherwise than the model does")
         if len(ours) != len(theirs):
             raise CaptureError(f"{len(ours)} steps outside of the model, {len(theirs)} inside")
@@ -311,19 +314,19 @@ class ReplayedHoles:
         return self.allowed[key]
 
 
-def _same_step(one: Call, two: Call) -> bool:
-    same = one.key == two.key and one.structure == two.structure and one.grad == two.grad
+def _same_step(one: Call, two: Call, *, sizes: bool) -> bool:
+    """Return whether two calls are the same; `sizes`: also in the shapes of their tensors."""
+
+    def same(a: object, b: object) -> bool:
+        if not isinstance(a, Value) or not isinstance(b, Value):
+            return type(a) is type(b) and same_plain(a, b)
+        return a.tensor.dtype == b.tensor.dtype and (not sizes or a.tensor.shape == b.tensor.shape)
+
     return (
-        same
-        and all(map(_same_argument, one.leaves, two.leaves))
-        and [v.tensor.shape for v in one.results] == [v.tensor.shape for v in two.results]
+        (one.key, one.structure, one.grad) == (two.key, two.structure, two.grad)
+        and len(one.results) == len(two.results)
+        and all(map(same, (*one.leaves, *one.results), (*two.leaves, *two.results)))
     )
-
-
-def _same_argument(one: object, two: object) -> bool:
-    if isinstance(one, Value) and isinstance(two, Value):
-        return one.tensor.shape == two.tensor.shape and one.tensor.dtype == two.tensor.dtype
-    return type(one) is type(two) and same_plain(one, two)
 
 
 def _run(leaves: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Loops over images or clips that compute: the calls of all turns become one call on packed rows.
+"""LoopSites over images or clips that compute: the calls of all turns become one call on packed rows.
 
 A site is a place in a model's Python from which one function or module is called a number of times that differs between
 batches. If its calls treat rows alike, they are replaced by moves that pack the rows, one call, and moves that take its result
@@ -29,12 +29,17 @@ Site: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loops:
+class LoopSites:
     """Sites of a model, and the modules whose calls can be packed."""
 
     sites: frozenset[Site] = frozenset()
     row_modules: frozenset[str] = frozenset()
     """Paths of modules that are one step each and treat all rows of their argument alike."""
+
+    @property
+    def packed_modules(self) -> set[str]:
+        """Paths of the modules whose calls at a site are packed, if all else allows it."""
+        return {name for _, name, _ in self.sites} & self.row_modules
 
 
 def num_calls(entries: Sequence[Entry], wholes: frozenset[str]) -> dict[Site, int]:
@@ -64,7 +69,7 @@ def row_modules(entries: Sequence[Entry], wholes: frozenset[str]) -> set[str]:
     return found
 
 
-def packed(entries: Sequence[Entry], loops: Loops, wholes: frozenset[str], path: str = "") -> Sequence[Entry]:
+def packed(entries: Sequence[Entry], loops: LoopSites, wholes: frozenset[str], path: str = "") -> Sequence[Entry]:
     """Return the entries of a script with the calls of each site as one, where they treat rows alike; others as they are."""
     if not loops.sites:
         return entries
@@ -183,7 +188,7 @@ def _carries(leaf: object) -> bool:
     return isinstance(leaf, Value) and not leaf.host and leaf.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER)
 
 
-def _can_pack(members: Sequence[Entry], loops: Loops) -> bool:
+def _can_pack(members: Sequence[Entry], loops: LoopSites) -> bool:
     heads = [_head(member) for member in members]
     first = heads[0]
     if any((call.key, call.structure, call.grad) != (first.key, first.structure, first.grad) for call in heads):

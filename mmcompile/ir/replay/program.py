@@ -180,7 +180,7 @@ class Program:
 
 
 def _made(leaves: Sequence[Any]) -> list[Any]:
-    """Return what `ModuleShapes.made` says of the leaves of a result."""
+    """Return `ModuleShapes.made` of the leaves of a result."""
     first = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves)))}
 
     def made(index: int, leaf: Any) -> Any:
@@ -249,7 +249,7 @@ class ResultShapes:
         places: dict[Any, tuple[int, int]] = {}
         fixed: list[tuple[int, int, int]] = []
         for leaf, sizes in enumerate(call.given):
-            for dim, size in enumerate(sizes or ()):
+            for dim, size in enumerate(() if sizes is None else sizes):
                 if isinstance(size, int):
                     fixed.append((leaf, dim, size))
                 else:
