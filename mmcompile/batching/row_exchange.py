@@ -93,7 +93,7 @@ def _count(
     (sample,) = block
     count = source.prepared.row_counts.get(port.name)
     if count is not None:
-        rows = count.of({name: _rows(samples[sample].get(name)) for name in count.inputs.values()})
+        rows = count.of({name: _rows(samples[sample].get(name)) for name, _ in count.inputs.values()})
         if rows is not None:
             return rows
     matched = alone(sample)

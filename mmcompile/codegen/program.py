@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmcompile.data.collate import Value
 from mmcompile.ir.graph import ParameterSpec
-from mmcompile.ir.sizes import evaluate
+from mmcompile.ir.sizes import evaluate, solved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,15 +103,16 @@ class RowCount:
     """
 
     expression: sympy.Expr
-    inputs: Mapping[sympy.Symbol, str]
-    """Symbol -> name of the batch input whose dim 0 it is."""
+    inputs: Mapping[sympy.Symbol, tuple[str, sympy.Expr]]
+    """Symbol -> (name of a batch input, size of its dim 0 as an expression in this symbol alone)."""
     sizes: Mapping[sympy.Symbol, int]
     """Symbol -> size, for sizes that all samples of the microbatch share."""
 
     def of(self, rows: Mapping[str, int]) -> int | None:
         """Return how many rows of the value a sample has; `rows`: input name -> rows of the sample in it. None if unknown."""
-        leading = {symbol: rows.get(name, 0) for symbol, name in self.inputs.items()}
-        return evaluate(self.expression, {**self.sizes, **leading})
+        leading = {symbol: solved(size, rows.get(name, 0)) for symbol, (name, size) in self.inputs.items()}
+        known = {symbol: value for symbol, value in leading.items() if value is not None}
+        return evaluate(self.expression, {**self.sizes, **known}) if len(known) == len(leading) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -79,23 +79,31 @@ class _Pattern:
         )
 
     def _row_counts(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, RowCount]:
-        shapes = self.capture.sizes.inputs
-        leading = {shape[0]: name for name, shape in shapes.items() if shape and not name.startswith(HOLE_PREFIX)}
-        inputs = {symbol: name for symbol, name in leading.items() if isinstance(symbol, sympy.Symbol)}
-        others = {symbol: size for symbol, size in bound.items() if symbol not in inputs}
-        return {
-            name: RowCount(expression=shape[0], inputs=inputs, sizes=others)
-            for name, shape in self.link_shapes.items()
-            if shape and isinstance(shape[0], sympy.Expr) and not shape[0].free_symbols & self._of_holes()
-        }
+        """Return those values between stages whose rows follow from the rows of batch inputs, and from sizes samples share."""
+        inputs, shared = self._leading_symbols()
+        found: dict[str, RowCount] = {}
+        for name, shape in self.link_shapes.items():
+            free: set[Any] = shape[0].free_symbols if shape and isinstance(shape[0], sympy.Expr) else set()
+            if free and free <= inputs.keys() | shared:
+                own = {symbol: given for symbol, given in inputs.items() if symbol in free}
+                others = {symbol: bound[symbol] for symbol in free - own.keys()}
+                found[name] = RowCount(expression=cast("sympy.Expr", shape[0]), inputs=own, sizes=others)
+        return found
 
-    def _of_holes(self) -> set[sympy.Basic]:
-        """Return the symbols that are sizes of holes alone: rows of a sample are not known from its inputs."""
-        own, others = set[sympy.Basic](), set[sympy.Basic]()
+    def _leading_symbols(self) -> tuple[dict[sympy.Symbol, tuple[str, sympy.Expr]], set[sympy.Symbol]]:
+        """Return the symbols that follow from the rows of a batch input (`RowCount.inputs`), and those of all its other dims."""
+        inputs: dict[sympy.Symbol, tuple[str, sympy.Expr]] = {}
+        shared: set[Any] = set()
         for name, shape in self.capture.sizes.inputs.items():
-            symbols = {size for size in shape if isinstance(size, sympy.Symbol)}
-            (own if name.startswith(HOLE_PREFIX) else others).update(symbols)
-        return own - others
+            if name.startswith(HOLE_PREFIX):  # its rows are not those of samples
+                continue
+            for dim, size in enumerate(shape):
+                if isinstance(size, sympy.Expr) and dim:
+                    shared |= size.free_symbols
+                elif isinstance(size, sympy.Expr) and len(size.free_symbols) == 1:
+                    (symbol,) = cast("set[sympy.Symbol]", size.free_symbols)
+                    inputs[symbol] = name, size
+        return inputs, shared - inputs.keys()
 
 
 @dataclass(slots=True)

@@ -70,12 +70,9 @@ class Sizes:
             found = False
             for size, number in waiting:
                 free: set[Any] = size.free_symbols - bound.keys()
-                if len(free) == 1:
-                    symbol, rest = free.pop(), size.subs(list(bound.items()))
-                    slope, start = sympy.diff(rest, symbol), rest.subs(symbol, 0)
-                    if slope.is_Integer and slope and (number - start) % slope == 0:
-                        bound[symbol] = int((number - start) / slope)
-                        found = True
+                if len(free) == 1 and (value := solved(size.subs(list(bound.items())), number)) is not None:
+                    bound[free.pop()] = value
+                    found = True
 
     def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
         """Return name -> value for every size input of the graph, given symbol -> value."""
@@ -91,6 +88,25 @@ class Sizes:
             n: tuple(i for i, size in enumerate(shape) if not isinstance(size, int)) for n, shape in self.inputs.items()
         }
         return {name: dims for name, dims in found.items() if dims}
+
+
+def solved(size: sympy.Expr, number: int) -> int | None:
+    """Return the value of the one symbol in `size` for which it equals `number`; None if none does, or `size` is not linear."""
+    line = _line(size)
+    if line is None or (number - line[1]) % line[0]:
+        return None
+    return (number - line[1]) // line[0]
+
+
+@functools.cache
+def _line(size: sympy.Expr) -> tuple[int, int] | None:
+    """Return (slope, start) of a size that is linear in its one symbol; None for others."""
+    if len(size.free_symbols) != 1:
+        return None
+    symbol: Any = next(iter(size.free_symbols))
+    slope: Any = sympy.diff(size, symbol)
+    start: Any = size.subs(symbol, 0)
+    return (int(slope), int(start)) if slope.is_Integer and slope and start.is_Integer else None
 
 
 def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int | None:

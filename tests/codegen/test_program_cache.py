@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from support.graphs.split import captured, eager_from_logits, even_plan, run_split, with_present_flags
@@ -12,7 +13,7 @@ from support.oracles.eager import difference, eager_outcome
 from torch import Tensor, nn
 from zoo import ALL, Batch, Size
 
-from mmcompile.codegen.program import PreparedMicrobatch
+from mmcompile.codegen.program import PreparedMicrobatch, RowCount
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.errors import BatchError
 from mmcompile.ir.capture import capture
@@ -159,3 +160,12 @@ def test_a_batch_the_model_refuses_is_refused_and_leaves_no_pattern(zoo: _Zoo) -
         with pytest.raises(BatchError, match="TwoEncoderNet refused the batch"):
             zoo.patterns.prepare(batch)
     assert zoo.patterns.num_captures == before
+
+
+def test_rows_of_a_value_follow_from_those_of_an_input() -> None:
+    """Four patches of an image make one of its rows; a sample without images has none."""
+    merged, hidden = sympy.symbols("merged hidden", integer=True, positive=True)
+    count = RowCount(expression=merged * hidden, inputs={merged: ("pixels", 4 * merged)}, sizes={hidden: 2})
+    assert count.of({"pixels": 12}) == 6
+    assert count.of({}) == 0
+    assert count.of({"pixels": 13}) is None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import CaptureMode
-from mmcompile.ir.sizes import Sizes, evaluate
+from mmcompile.ir.sizes import Sizes, evaluate, solved
 
 s, t = sympy.symbols("s t", integer=True, positive=True)
 
@@ -34,6 +34,14 @@ def test_symbols_are_bound_and_must_agree() -> None:
     assert sizes.bind(_shapes(x=(5, 3), y=(6, 7))) is None
     assert sizes.bind(_shapes(x=(5, 4), y=(5, 7))) is None
     assert sizes.dynamic() == {"x": (0,), "y": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "value"),
+    [(s, 3, 3), (4 * s, 12, 3), (4 * s, 13, None), (2 * s - 2, 6, 4), (s * s, 4, None), (s * t, 6, None)],
+)
+def test_the_symbol_of_a_linear_size_follows_from_its_value(size: sympy.Expr, number: int, value: int | None) -> None:
+    assert solved(size, number) == value
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -47,15 +47,15 @@ class Parts:
     """The joints that are components of their own."""
 
 
+_TOWER_AND_PROJECTOR = Parts(
+    encoders=("vision_tower",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
+)
 PARTS = {
-    "llava": Parts(
-        encoders=("vision_tower",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
-    ),
+    **dict.fromkeys(("llava", "gemma3", "pixtral", "mistral3", "llava_next", "lfm2_vl"), _TOWER_AND_PROJECTOR),
+    "glm4v": Parts(encoders=("visual",), joints=("visual.merger", "visual.downsample")),
+    "kimi_k25": Parts(encoders=("vision_tower",), joints=("mm_projector",), projectors=("mm_projector",)),
     "qwen2_5_vl": Parts(encoders=("visual",), joints=("visual.merger",)),
     "qwen3_vl": Parts(encoders=("visual",), joints=("visual.merger", "visual.deepstack_merger_list")),
-    "gemma3": Parts(
-        encoders=("vision_tower",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
-    ),
     "mllama": Parts(
         encoders=("vision_model",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
     ),

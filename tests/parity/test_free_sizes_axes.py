@@ -1,0 +1,135 @@
+"""Samples of free sizes, under every axis of a plan: processes train as one does, and soon capture no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support.oracles.one_process import ADAMW
+from support.parity.free_steps import compute_in_float64, free_model, free_steps, trained_alone
+from support.parity.layouts import PARTS, Freeze
+from support.parity.three_steps import assert_same_parameters
+from support.processes.time_limit import time_limit
+from torch import nn
+
+import mmcompile as mm
+from mmcompile.data.collate import collate
+
+TOLERANCE = 1e-9
+PARAMETER_TOLERANCE = 1e-6
+"""AdamW turns the rounding of a small gradient into a larger step."""
+LIMIT_S = 500.0
+STEPS = 5
+LEARNED = 3
+"""Steps before which all captures are made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """What a plan and its engine do otherwise than by default."""
+
+    freeze: Freeze = Freeze.NONE
+    encoder: int = 1
+    """Replicas of each encoder."""
+    language_model: int = 1
+    """Replicas of the language model."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `mm.plan`."""
+    balance: str = "arrival"
+
+    def planned(self, family: str, model: nn.Module, batch: Mapping[str, Any]) -> mm.Plan:
+        parts = PARTS[family]
+        replicas = {"language_model": self.language_model, **dict.fromkeys(parts.encoders, self.encoder)}
+        return mm.plan(
+            model,
+            batch,
+            num_microbatches=1 if self.language_model > 1 and self.balance == "arrival" else 2,
+            replicas=replicas,
+            projector="with_encoder" if parts.projectors else None,
+            **self.plan,
+        )
+
+
+AXES = {
+    "frozen": Axes(freeze=Freeze.ENCODER),
+    "all_frozen": Axes(freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL),
+    "recompute": Axes(plan={"recompute": "selective"}),
+    "tp": Axes(plan={"tensor_parallel": 2}),
+    "cp": Axes(plan={"context_parallel": 2}),
+    "fsdp": Axes(encoder=2, language_model=2, plan={"fsdp": True}),
+    "joint": Axes(encoder=2, language_model=2, balance="joint"),
+    "joint_one_encoder": Axes(encoder=1, language_model=2, balance="joint"),
+    "frozen_tp": Axes(freeze=Freeze.ENCODER, plan={"tensor_parallel": 2}),
+    "cp_recompute": Axes(plan={"context_parallel": 2, "recompute": "full"}),
+}
+FAMILIES = ("glm4v", "kimi_k25", "pixtral", "mistral3", "llava_next", "lfm2_vl", "qwen2_audio", "qwen3_vl")
+CASES = [
+    *(("qwen2_5_vl", axes) for axes in AXES),
+    *((family, axes) for family in FAMILIES for axes in ("frozen_tp", "cp_recompute", "joint")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_processes_train_as_one_does_on_samples_of_free_sizes(family: str, name: str) -> None:
+    axes = AXES[name]
+    steps, wanted = free_steps(family, STEPS), trained_alone(family, axes.freeze, STEPS)
+    model, batch = free_model(family, axes.freeze), collate(steps[0][:2])
+    plan = axes.planned(family, model, batch)
+    captured: list[int] = []
+    losses: list[float] = []
+    with (
+        time_limit(LIMIT_S),
+        mm.parallelize(
+            model,
+            batch,
+            plan,
+            balance=axes.balance,
+            allow_unused=True,
+            check_rows=axes.balance != "arrival",
+            optimizer=ADAMW,
+            on_capture=lambda _: captured.append(len(losses)),
+        ) as engine,
+    ):
+        for step in steps:
+            losses.append(engine.step(step).loss)
+        got = engine.state_dict()
+    print("captured", captured, losses)
+    assert losses == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
+    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE)
+    assert captured and max(captured) < LEARNED, captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v", "qwen3_vl", "qwen2_audio"])
+def test_packed_rows_of_free_sizes_train_as_their_samples_do_in_one_process(family: str) -> None:
+    """The two samples of a microbatch are one row."""
+    steps, wanted = free_steps(family, STEPS), trained_alone(family, Freeze.NONE, STEPS)
+    model = free_model(family, Freeze.NONE)
+    plan = mm.plan(model, packing=steps[0][:2], num_microbatches=2)
+    captured: list[int] = []
+    losses: list[float] = []
+    with (
+        time_limit(LIMIT_S),
+        mm.parallelize(
+            model,
+            plan=plan,
+            packing=steps[0][:2],
+            balance="arrival",
+            optimizer=ADAMW,
+            on_capture=lambda _: captured.append(len(losses)),
+        ) as engine,
+    ):
+        for step in steps:
+            losses.append(engine.step(step).loss)
+        got = engine.state_dict()
+    assert losses == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
+    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE)
+    assert captured and max(captured) < LEARNED, captured
