@@ -22,7 +22,7 @@ from mmcompile.batching.sample_costs import costs_of_samples
 from mmcompile.captured_model import CapturedModel, built, captured_step, fingerprint_of, padding
 from mmcompile.codegen.pipeline import with_stage_passes
 from mmcompile.codegen.program import StageProgram
-from mmcompile.codegen.program_cache import Patterns
+from mmcompile.codegen.program_cache import OnCapture, Patterns
 from mmcompile.codegen.stage_programs import lower
 from mmcompile.config import (
     Attention,
@@ -137,6 +137,7 @@ def plan(
     allow_unused: bool = False,
     packing: Sequence[Sample] | None = None,
     passes: Sequence[AnyPass] = (),
+    cache: str | Path | None = None,
     on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Plan the training of a model: assignment of every layer to devices, degrees, microbatches and schedule.
@@ -154,6 +155,7 @@ def plan(
             kept apart.
         passes: own passes, run on the whole model before its layers are priced (`mmcompile passes` prints the order). Give
             `parallelize` and `stage_programs` the same.
+        cache: folder of your own for captures, so that a second start of the same job makes none; none by default.
         strategy: name of a strategy, or a function from a problem to candidates (`mmcompile.planner.search.candidate.Strategy`).
         on_phase: receives the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"templates"`, `"links"`.
         cluster, global_batch, ...: all others are fields of `mmcompile.config.PlanRequest`, described there. A cluster, a
@@ -170,7 +172,7 @@ def plan(
     inputs = PlanInputs.read(
         cluster=cluster, stats=stats, calibration=calibration, constraints=constraints, passes=passes, strategy=strategy
     )
-    return planned(CapturedModel.of(model, batch, packing), request, inputs, on_phase)
+    return planned(CapturedModel.of(model, batch, packing, cache), request, inputs, on_phase)
 
 
 def planned(
@@ -223,14 +225,20 @@ def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
 
 
 def stage_programs(
-    model: nn.Module, batch: Mapping[str, Any], plan: Plan, *, passes: Sequence[AnyPass] = ()
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    plan: Plan,
+    *,
+    passes: Sequence[AnyPass] = (),
+    cache: str | Path | None = None,
 ) -> Mapping[str, StageProgram]:
     """Return the programs that the stages of a plan run for batches like `batch`, by stage name.
 
     Args:
         passes: own passes that the plan was made with; they run on the whole model, before it is split over ranks.
+        cache: as for `parallelize`.
     """
-    captured = captured_step(model, batch)
+    captured = CapturedModel.of(model, batch, cache=cache).capture()
     check_fingerprint(plan, fingerprint_of(captured.graph))
     return lower(with_stage_passes(captured, plan, own=passes), plan).programs
 
@@ -257,7 +265,8 @@ def parallelize(
     balance: str | Balancer = Auto.name,
     correct: bool = False,
     passes: Sequence[AnyPass] = (),
-    on_capture: Callable[[int], None] | None = None,
+    cache: str | Path | None = None,
+    on_capture: OnCapture | None = None,
     **options: Any,
 ) -> Engine:
     """Split a model over processes and return the engine that trains it.
@@ -279,7 +288,10 @@ def parallelize(
         correct: learn from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
         passes: own passes, those that the plan was made with; they run on every capture of the model, before it is split over
             ranks.
-        on_capture: called before each later capture with the number of captures so far.
+        cache: folder of your own for captures, so that a second start of the same job makes none; none by default. Files there
+            hold pickles, and the integers of a few microbatches.
+        on_capture: called before each later capture with the number of captures so far, and the reason for which none of them
+            holds for the batch; by default a line is logged.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
 
     Raises:
@@ -290,7 +302,7 @@ def parallelize(
     if plan is not None:
         check_runnable(plan)
         _check_agrees(plan, request, packed=packing is not None)
-    subject = CapturedModel.of(model, batch, packing)
+    subject = CapturedModel.of(model, batch, packing, cache)
     model, batch, captured = subject.model, subject.batch, subject.capture()
     if not allow_unused:
         refuse_untrained(captured.graph)
@@ -298,7 +310,7 @@ def parallelize(
         inputs = replace(PlanInputs.read(cluster=cluster, passes=passes), packing=subject.packing)
         plan = make_plan(captured, completed(model, batch), request, inputs, fingerprint_of(captured.graph))
     check_fingerprint(plan, fingerprint_of(captured.graph))
-    patterns = Patterns(model, plan, captured, batch, on_capture, passes)
+    patterns = Patterns(model, plan, captured, batch, on_capture, passes, subject.store)
     if packing is None:
         options.setdefault("pad", padding(model))
     else:

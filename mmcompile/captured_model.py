@@ -20,8 +20,10 @@ from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
 from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.inputs import completed
 from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
+from mmcompile.ir.stored.capture_store import CaptureStore
 from mmcompile.passes.capture_pipeline import annotated
 from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 
@@ -42,12 +44,22 @@ class CapturedModel:
     """Isolation of the documents packed into `batch`; None for a padded batch."""
     num_samples: int | None = None
     """Number of samples packed into the batch; None if the shapes of the batch give the number."""
+    store: CaptureStore | None = field(default=None, repr=False)
+    """Captures of earlier runs, taken in place of new ones; None for none."""
 
     @classmethod
     def of(
-        cls, model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None = None
+        cls,
+        model: nn.Module | str | Path,
+        batch: Mapping[str, Any] | None,
+        packing: Sequence[Sample] | None = None,
+        cache: str | Path | None = None,
     ) -> CapturedModel:
         """Return a model with a batch: the given one, the given samples packed in one row, or an example made from the config.
+
+        Args:
+            model, batch, packing: as for `mmcompile.plan`.
+            cache: folder of captures of earlier runs; None for none.
 
         Raises:
             ConfigError: a batch is given beside samples to pack.
@@ -55,7 +67,7 @@ class CapturedModel:
         """
         if packing is None:
             module, batch = built(model, batch)
-            return cls(model=module, batch=batch)
+            return cls(model=module, batch=batch, store=_store(cache, module))
         if batch is not None:
             raise ConfigError(
                 "batch has no effect beside packing, whose samples make the microbatch; drop one of the two"
@@ -67,14 +79,25 @@ class CapturedModel:
                 f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing"
             )
         packed = Packer.of(module, padding(module)).pack(packing)
-        return cls(model=module, batch=packed, packing=found, num_samples=len(packing))
+        store = _store(cache, module)
+        return cls(model=module, batch=packed, packing=found, num_samples=len(packing), store=store)
 
     def capture(self) -> Capture:
         """Return the captured training step, with gradient flow annotated."""
-        captured = captured_step(self.model, self.batch)
+        captured = self._captured()
         if self.num_samples is None:
             return captured
         return replace(captured, graph=replace(captured.graph, num_samples=self.num_samples))
+
+    def _captured(self) -> Capture:
+        if self.store is None:
+            return captured_step(self.model, self.batch)
+        flat = completed(self.model, self.batch)
+        return self.store.captured(flat, lambda: captured_step(self.model, flat))
+
+
+def _store(cache: str | Path | None, model: nn.Module) -> CaptureStore | None:
+    return None if cache is None else CaptureStore(cache, model)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -18,7 +18,7 @@ from mmcompile.batching.sample_costs import costs_of_samples
 from mmcompile.batching.step_planner import Collate, StepPlanner
 from mmcompile.captured_model import CapturedModel, fingerprint_of, padding
 from mmcompile.codegen.program import PreparedMicrobatch
-from mmcompile.codegen.program_cache import Patterns
+from mmcompile.codegen.program_cache import OnCapture, Patterns
 from mmcompile.config import Reduction
 from mmcompile.data.batches import Batches
 from mmcompile.data.collate import Sample
@@ -124,7 +124,8 @@ def elastic_job(
     collate: Collate | None = None,
     save_every: int | None = None,
     allow_unused: bool = False,
-    on_capture: Callable[[int], None] | None = None,
+    cache: str | Path | None = None,
+    on_capture: OnCapture | None = None,
 ) -> ElasticJob:
     """Return the job that a run's workers share: the model captured layer by layer, for the first steps' batch sizes too.
 
@@ -144,7 +145,7 @@ def elastic_job(
         balance: balancer, or its name, that assigns the samples of a step to microbatches.
         save_every: number of steps between checkpoints; by default only the end is saved.
         allow_unused: train although some of what is set to train gets no gradient.
-        on_capture: called with the number of captures so far before each.
+        cache, on_capture: as for `parallelize`.
 
     Raises:
         PlanError: the plan has no templates, or is of another model.
@@ -163,7 +164,7 @@ def elastic_job(
             "with more microbatches"
         )
     resilience = _resilience(plan)
-    subject = CapturedModel.of(model, batch)
+    subject = CapturedModel.of(model, batch, cache=cache)
     captured = subject.capture()
     check_fingerprint(plan, fingerprint_of(captured.graph))
     if not allow_unused:
@@ -174,7 +175,7 @@ def elastic_job(
             "put these modules in eval mode, or train without fault tolerance"
         )
     layers = by_layers(plan)
-    patterns = Patterns(model, layers, captured, subject.batch, on_capture)
+    patterns = Patterns(model, layers, captured, subject.batch, on_capture, store=subject.store)
     pads = padding(model) if pad is None else pad
     job = ElasticJob(
         resilience=resilience,
@@ -232,13 +233,15 @@ def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
     found: dict[str, PreparedMicrobatch] = {}
     job.data.seek(None)
-    for step in range(1, min(_WARM_STEPS, job.num_steps) + 1):
-        samples = job.data.read()
+    steps = [job.data.read() for _ in range(min(_WARM_STEPS, job.num_steps))]
+    for samples in steps:
         if len(samples) < job.resilience.num_microbatches:
             raise ConfigError(
                 f"a step of {len(samples)} samples cannot fill the plan's {job.resilience.num_microbatches} microbatches: use "
                 "larger batches, or plan with fewer microbatches"
             )
+    job.patterns.warm_up([batch for samples in steps for batch in planner.microbatches(samples)])
+    for step, samples in enumerate(steps, 1):
         planned = planner.plan(step, samples)
         found |= {prepared.programs.pattern: prepared for prepared in planned.prepared}
     job.data.seek(None)

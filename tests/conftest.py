@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test may read captures that the user stored.
+_CAPTURES = tempfile.TemporaryDirectory(prefix="mmcompile-captures-")
+os.environ["MMCOMPILE_CACHE"] = _CAPTURES.name
 
 import pytest  # noqa: E402  (the variables come first)
 import torch  # noqa: E402

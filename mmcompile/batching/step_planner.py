@@ -144,13 +144,7 @@ class StepPlanner:
         """
         start = time.perf_counter()
         self._learn()
-        if not samples:
-            raise BatchError("a step needs at least one sample, got an empty list")
-        check_labels(samples)
-        costs = self._costs(samples)
-        corrected = costs if self._corrector is None else self._corrector.corrected(costs)
-        assignment, reason = self._balancer.explained(corrected, self._grid)
-        assignment.check(corrected)
+        costs, assignment, reason = self._assigned(samples)
         known: _Known = {}
         planned = None
         try:
@@ -178,6 +172,26 @@ class StepPlanner:
             after=before.with_part(plan),
             repeated=repeated,
         )
+
+    def microbatches(self, samples: Sequence[Sample]) -> list[dict[str, Value]]:
+        """Return the collated microbatches into which `plan` would divide a step's samples first, without their programs.
+
+        Raises:
+            BatchError: samples cannot be joined.
+        """
+        groups = dict.fromkeys(part.samples for part in self._parts(self._assigned(samples)[1]))
+        return [self._collate([samples[index] for index in group], group) for group in groups]
+
+    def _assigned(self, samples: Sequence[Sample]) -> tuple[SampleCosts, Assignment, str]:
+        """Return (predicted costs of the samples, what the balancer assigns them to, the reason for this)."""
+        if not samples:
+            raise BatchError("a step needs at least one sample, got an empty list")
+        check_labels(samples)
+        costs = self._costs(samples)
+        corrected = costs if self._corrector is None else self._corrector.corrected(costs)
+        assignment, reason = self._balancer.explained(corrected, self._grid)
+        assignment.check(corrected)
+        return costs, assignment, reason
 
     def observe(self, planned: PlannedStep, seconds: np.ndarray) -> None:
         """Note the measured seconds of each microbatch, summed over all stages of its balance group; used to plan later steps.

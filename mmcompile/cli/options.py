@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,3 +25,8 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 PlanOption = Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
+
+
+def default_cache() -> Path:
+    """Return the user's own folder of captures."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmcompile"

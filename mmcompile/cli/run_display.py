@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mmcompile.cli.console import errors
+from mmcompile.codegen.program import OnWarmUp
 from mmcompile.runtime.control.events import EventKind, RunEvent, recoveries
 from mmcompile.runtime.elastic.generation_plan import StepRecord
 from mmcompile.units import format_seconds
@@ -21,6 +25,23 @@ def step_progress(*, disable: bool = False) -> Progress:
         console=errors(),
         disable=disable,
     )
+
+
+@contextlib.contextmanager
+def capturing() -> Generator[OnWarmUp]:
+    """Print each capture of a warm-up, with its reason, and show a spinner on a terminal meanwhile; yield what does so."""
+    with errors().status("looking at the first batches") as status:
+
+        def show(number: int, about: int, reason: str) -> None:
+            errors().print(f"capturing {number} of about {about}: {reason}", markup=False, soft_wrap=True)
+            status.update(f"capturing {number} of about {about}")
+
+        yield show
+
+
+def print_capture(count: int, reason: str) -> None:
+    """Print that a step captures the model again, and the reason; `count`: captures so far."""
+    errors().print(f"capturing {count + 1}: {reason}", markup=False, soft_wrap=True)
 
 
 class RunDisplay:

@@ -15,7 +15,7 @@ import torch
 
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.captured_model import CapturedModel
-from mmcompile.cli.run_display import RunDisplay
+from mmcompile.cli.run_display import RunDisplay, print_capture
 from mmcompile.config import ElasticConfig, RunConfig, TrainConfig
 from mmcompile.data.batches import MapBatches
 from mmcompile.data.collate import Sample
@@ -79,6 +79,7 @@ def train_elastic(
     *,
     allow_unused: bool,
     folder: Path | None,
+    cache: Path | None,
     at: tuple[str, Endpoint] | None,
     save: Path | None,
     export: Path | None,
@@ -88,6 +89,7 @@ def train_elastic(
     Args:
         allow_unused: train although some of what is set to train gets no gradient.
         folder: folder of the log, the events and checkpoints; None to keep them no longer than the run.
+        cache: folder of captures; None for none.
         at: name of this node and address of its coordinator; None to play all nodes here.
         save: folder of the checkpoint of the end.
         export: folder of the trained model.
@@ -104,6 +106,8 @@ def train_elastic(
         "save_every": config.save_every,
         "max_restarts": config.max_restarts,
         "allow_unused": allow_unused,
+        "cache": cache,
+        "on_capture": print_capture,
     }
     if at is not None:
         if folder is None:

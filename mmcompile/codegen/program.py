@@ -6,9 +6,9 @@ encoder, in a microbatch without images) has no program there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import sympy
 import torch
@@ -147,4 +147,20 @@ class ProgramSource(Protocol):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return all parameters and buffers of the model by original name, tied aliases included; they are not copies."""
+        ...
+
+
+OnWarmUp = Callable[[int, int, str], None]
+"""Function called before a capture of a warm-up: (number of the capture, about how many there will be, reason)."""
+
+
+@runtime_checkable
+class LearningSource(ProgramSource, Protocol):
+    """Source that captures a model for batches that no earlier capture holds for."""
+
+    reasons: list[str]
+    """Reason for each later capture, with the line of Python that decided."""
+
+    def warm_up(self, batches: Sequence[Mapping[str, Value]], on_capture: OnWarmUp | None = None) -> None:
+        """Capture what collated microbatches need, where what holds for all of them is learned at once."""
         ...

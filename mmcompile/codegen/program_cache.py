@@ -7,6 +7,8 @@ is free: token ids, pixels, where placeholders stand.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +19,18 @@ import torch
 from torch import nn
 
 from mmcompile.codegen.pipeline import with_stage_passes
-from mmcompile.codegen.program import PatternPrograms, PreparedMicrobatch, RowCount
+from mmcompile.codegen.program import OnWarmUp, PatternPrograms, PreparedMicrobatch, RowCount
 from mmcompile.codegen.stage_programs import lower
 from mmcompile.codegen.token_shards import local_tokens, shard_inputs
-from mmcompile.errors import CaptureError
+from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.capture import Capture, capture, differing_dims
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import FlatBatch, completed
 from mmcompile.ir.replay.learned_capture import capture_learned
-from mmcompile.ir.replay.learning import HOLE_PREFIX, Learner
+from mmcompile.ir.replay.learning import HOLE_PREFIX, Example, Learner
 from mmcompile.ir.sizes import Shape, evaluate
+from mmcompile.ir.stored.capture_store import CaptureStore, LearnedRecord
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.capture_pipeline import WORDS, annotated
 from mmcompile.passes.context_parallel.token_axis import LOCAL_TOKENS
@@ -35,6 +38,10 @@ from mmcompile.passes.values import sizes as sizes_of
 from mmcompile.planner.plan.plan import Plan
 
 Key = tuple[object, ...]
+OnCapture = Callable[[int, str], None]
+"""Function called before a capture: (captures so far, reason for which none of them holds, with the line of Python)."""
+_EXAMPLES = 3
+"""Number of batches of a family that a warm-up learns from, beside those that were captured."""
 _BEFORE_LEARNING = 2
 """Captures of single batches before one is learned: the second has symbolic sizes, which hold for many data."""
 
@@ -48,19 +55,16 @@ class _Pattern:
     words: Mapping[str, str]
     """Input with one rank's mask words, int64, one a token (`cp_words`) -> input with those of all tokens (`attention_words`)."""
 
-    def match(self, batch: FlatBatch) -> PreparedMicrobatch | None:
-        """Return the batch prepared for the programs; None if its sizes, or what Python computes from it, do not fit."""
-        try:
-            tensors = self.capture.filled(batch)
-        except Mismatch:
-            return None
+    def match(self, batch: FlatBatch) -> PreparedMicrobatch:
+        """Return the batch prepared for the programs. Raises Mismatch if its sizes, or what Python computes from it, differ."""
+        tensors = self.capture.filled(batch)
         bound = self.capture.bound(batch, tensors)
         if bound is None:
-            return None
+            raise Mismatch(self.capture.sizes.misfit(tensors))
         sizes = self.capture.sizes.size_inputs(bound)
         host = self.capture.host_result({**tensors, **sizes})
         if host is None:
-            return None
+            raise Mismatch("the model's Python reads other values from it")
         ports = [port for program in self.programs.programs.values() for port in program.inputs]
         values = {**tensors, **host.values}
         if self.context_parallel > 1:
@@ -115,6 +119,8 @@ class _Family:
     """Batches that were captured. Dims in which later ones differ from the first are made symbolic, if possible."""
     learner: Learner | None = None
     """Learns one capture for all batches, once captures of single batches do not hold for the next; None before."""
+    records: list[LearnedRecord] | None = None
+    """Records of the learned captures, for the store; None until the store was asked for those of earlier runs."""
     varying: dict[str, set[int]] = field(default_factory=dict)
     """Input name -> dims in which any later batch differed from the first: candidates for symbolic sizes."""
 
@@ -132,8 +138,9 @@ class Patterns:
         plan: assignment of layers to stages.
         first: the capture the plan was made from; its layer order holds for all later ones.
         batch: batch on which `first` was captured.
-        on_capture: called before each capture with the number of captures so far, for progress output.
+        on_capture: called before each later capture; by default a line is logged.
         passes: passes of the user, run on each capture (`mmcompile.passes.catalog.STAGES`).
+        store: captures of earlier runs, taken in place of new ones; None for none.
     """
 
     def __init__(
@@ -142,18 +149,22 @@ class Patterns:
         plan: Plan,
         first: Capture,
         batch: Mapping[str, Any],
-        on_capture: Callable[[int], None] | None = None,
+        on_capture: OnCapture | None = None,
         passes: Sequence[AnyPass] = (),
+        store: CaptureStore | None = None,
     ) -> None:
         self._model = model
         self._plan = plan
         self._components = first.graph.components
         self._families: dict[Key, _Family] = {}
-        self._on_capture = on_capture
+        self._on_capture = on_capture or _logged
         self._passes = passes
+        self._store = store
         self._validated: set[str] = set()
         """Kinds of sharded layers that a check found equal to the unsharded layer."""
         self.num_captures = 1
+        self.reasons: list[str] = []
+        """Reason for each later capture, with the line of Python that decided."""
         batch = completed(model, batch)
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], examples=[batch])
 
@@ -175,47 +186,141 @@ class Patterns:
         """
         batch = completed(self._model, batch)
         family = self._families.setdefault(_key(batch), _Family())
-        for pattern in family.patterns:
-            prepared = pattern.match(batch)
-            if prepared is not None:
-                return prepared
-        if len(family.patterns) >= _BEFORE_LEARNING and (learned := self._learn(batch, family)) is not None:
+        try:
+            return self._matched(batch, family)
+        except Mismatch as error:
+            reason = str(error)
+        learns = family.learner is not None or len(family.patterns) >= _BEFORE_LEARNING
+        if learns and (learned := self._learn(batch, family, reason)) is not None:
             return learned
-        pattern = self._capture(batch, family)
-        prepared = pattern.match(batch)
-        if prepared is None:
+        pattern = self._capture(batch, family, reason)
+        try:
+            prepared = pattern.match(batch)
+        except Mismatch as error:
             raise CaptureError(
-                "a graph does not hold for the batch it was captured on; please report the model and the batch"
-            )
+                f"a graph does not hold for the batch it was captured on ({error}); please report the model and the batch"
+            ) from error
         family.patterns.append(pattern)
         return prepared
 
-    def _learn(self, batch: FlatBatch, family: _Family) -> PreparedMicrobatch | None:
-        """Capture what holds for this batch and others that call the same; None if it cannot be learned, with a warning."""
-        if family.learner is None:
-            family.learner = Learner(self._model)
-            for example in family.examples:
-                family.learner.see(example)
-        if self._on_capture is not None:
-            self._on_capture(self.num_captures)
+    def warm_up(self, batches: Sequence[Mapping[str, Any]], on_capture: OnWarmUp | None = None) -> None:
+        """Capture what batches need that no pattern holds for; what holds for all of a family is learned at once.
+
+        A batch that the model refuses is left out; `prepare` raises the error.
+        """
+        known = self._on_capture
+        waiting: dict[Key, list[FlatBatch]] = {}
+        for given in batches:
+            with contextlib.suppress(BatchError):
+                batch = completed(self._model, given)
+                try:
+                    self._matched(batch, self._families.setdefault(_key(batch), _Family()))
+                except Mismatch:
+                    waiting.setdefault(_key(batch), []).append(batch)
+        total = self.num_captures + len(waiting)
+        if on_capture is not None:
+            self._on_capture = lambda count, reason: on_capture(count + 1, max(total, count + 1), reason)
         try:
-            learned = family.learner.learned(family.learner.see(batch))
+            for key, found in waiting.items():
+                family = self._families[key]
+                if len(found) + len(family.examples) >= _BEFORE_LEARNING:
+                    self._see(family, found[:_EXAMPLES])
+                for batch in found:
+                    with contextlib.suppress(BatchError, CaptureError):
+                        self.prepare(batch)
+        finally:
+            self._on_capture = known
+
+    def _matched(self, batch: FlatBatch, family: _Family) -> PreparedMicrobatch:
+        """Return the batch prepared for the first pattern that holds. Raises Mismatch with the reason of the most general."""
+        try:
+            return self._first_match(batch, family)
+        except Mismatch:
+            if not self._restored(batch, family):
+                raise
+        return self._first_match(batch, family)
+
+    def _first_match(self, batch: FlatBatch, family: _Family) -> PreparedMicrobatch:
+        reasons: list[str] = []
+        for pattern in family.patterns:
+            try:
+                return pattern.match(batch)
+            except Mismatch as error:
+                reasons.append(str(error))
+        if not reasons:
+            names = ", ".join(name for name, value in batch.items() if isinstance(value, torch.Tensor))
+            raise Mismatch(f"no earlier batch had these inputs: {names}")
+        raise Mismatch(reasons[-1] if family.learner is None else reasons[0])
+
+    def _restored(self, batch: FlatBatch, family: _Family) -> bool:
+        """Add the patterns that earlier runs learned for a family, once; return whether there are any."""
+        if self._store is None or family.records is not None:
+            return False
+        family.records = []
+        learner = family.learner or Learner(self._model)
+        try:
+            for record in self._store.learned(_key(batch), self._components):
+                captured, example = record.restored(learner)
+                family.patterns.insert(0, self._lowered(captured, example))
+                family.records.append(record)
+        except Exception as error:  # whatever the model's Python raises on an example; a new capture tells why
+            self._store.forget(error, _key(batch), self._components)
+        if family.records:
+            family.learner = learner
+        return bool(family.records)
+
+    def _see(self, family: _Family, batches: Sequence[FlatBatch]) -> None:
+        """Give the learner of a family examples to learn from, the family's own first."""
+        with contextlib.suppress(Exception):  # whatever the model's Python raises; a later capture tells why
+            if family.learner is None:
+                family.learner = Learner(self._model)
+                batches = (*family.examples, *batches)
+            for batch in batches:
+                family.learner.see(batch)
+
+    def _learn(self, batch: FlatBatch, family: _Family, reason: str) -> PreparedMicrobatch | None:
+        """Capture what holds for this batch and others that call the same; None if it cannot be learned, with a warning."""
+        self._see(family, ())
+        assert family.learner is not None
+        self._on_capture(self.num_captures, reason)
+        try:
+            asked = self._example(family.learner, batch)
+            learned = family.learner.learned(asked)
             captured = annotated(capture_learned(family.learner, learned, self._components))
             pattern = self._lowered(captured, learned.example.batch)
+            self._count(reason)
+            family.patterns.insert(0, pattern)
+            if self._store is not None:
+                record = LearnedRecord.of(family.learner, learned, asked, captured)
+                family.records = [*(family.records or ()), record]
+                self._store.keep(family.records, _key(batch), self._components)
+            return pattern.match(batch)
         except (CaptureError, Mismatch) as error:
             warnings.warn(f"batches of this kind are captured one by one: {error}", stacklevel=4)
             return None
-        self.num_captures += 1
-        family.patterns.insert(0, pattern)
-        return pattern.match(batch)
 
-    def _capture(self, batch: FlatBatch, family: _Family) -> _Pattern:
-        if self._on_capture is not None:
-            self._on_capture(self.num_captures)
+    def _example(self, learner: Learner, batch: FlatBatch) -> Example:
+        try:
+            return learner.see(batch)
+        except Exception as error:  # whatever the model's Python raises; the capture of this batch tells why
+            raise Mismatch(f"{type(error).__name__}: {error}") from error
+
+    def _capture(self, batch: FlatBatch, family: _Family, reason: str) -> _Pattern:
         family.note(batch)
-        captured = annotated(capture(self._model, batch, varying=family.varying, reference=self._components))
-        self.num_captures += 1
+
+        def make() -> Capture:
+            self._on_capture(self.num_captures, reason)
+            made = annotated(capture(self._model, batch, varying=family.varying, reference=self._components))
+            self._count(reason)
+            return made
+
+        varying = sorted((name, sorted(dims)) for name, dims in family.varying.items())
+        captured = make() if self._store is None else self._store.captured(batch, make, varying, self._components)
         return self._lowered(captured, batch)
+
+    def _count(self, reason: str) -> None:
+        self.num_captures += 1
+        self.reasons.append(reason)
 
     def _lowered(self, captured: Capture, batch: FlatBatch) -> _Pattern:
         captured = with_stage_passes(captured, self._plan, batch, validated=self._validated, own=self._passes)
@@ -236,6 +341,10 @@ def _key(batch: Mapping[str, Any]) -> Key:
         (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in sorted(batch.items())
     )
+
+
+def _logged(count: int, reason: str) -> None:
+    logging.getLogger("mmcompile").warning("capture %d of the model: %s", count + 1, reason)
 
 
 def _number(size: object, bound: Mapping[Any, int]) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_copy",
     "fake_mode_of",
+    "fake_on",
     "has_hooks",
     "is_mutating_op",
     "is_random_op",
@@ -76,6 +77,11 @@ def fake_copy(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -
     """Return a fake tensor of `value`'s static shape, on `device`."""
     fake = mode.from_tensor(value, static_shapes=True)
     return fake if fake.device == device else fake.to(device)
+
+
+def fake_on(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the fake tensor on `device` of a tensor without data, whose memory it shares."""
+    return FakeTensor(mode, meta, device)
 
 
 def fake_mode_of(module: torch.nn.Module) -> FakeTensorMode | None:

@@ -57,6 +57,29 @@ class Sizes:
                 return None
         return bound if all(_value(guard, bound) for guard in self.guards) else None
 
+    def misfit(self, batch: Mapping[str, torch.Tensor]) -> str:
+        """Return the reason for which `bind` refuses a batch, in words: the input and its size, or the condition on sizes."""
+        bound: dict[sympy.Symbol, int] = {}
+        for name, shape in self.inputs.items():
+            actual = tuple(batch[name].shape)
+            if len(actual) != len(shape):
+                return f"{name} has {len(actual)} dims, in the captured batch {len(shape)}"
+            for dim, (size, expected) in enumerate(zip(actual, shape, strict=True)):
+                if isinstance(expected, int) and size != expected:
+                    return f"{name} has size {size} in dim {dim}, in the captured batch {expected}"
+                if isinstance(expected, sympy.Symbol) and bound.setdefault(expected, size) != size:
+                    return f"{name} has size {size} in dim {dim}, another input has {bound[expected]} for it"
+        self._solve(batch, bound)
+        for name, shape in self.inputs.items():
+            for dim, (size, expected) in enumerate(zip(batch[name].shape, shape, strict=True)):
+                if evaluate(expected, bound) != size:
+                    return f"{name} has size {size} in dim {dim}, which is not {expected}"
+        broken = next((guard for guard in self.guards if not _value(guard, bound)), None)
+        if broken is not None:
+            return f"sizes break a condition of the graph: {broken}, where {_named(self.inputs, broken)}"
+        small = ", ".join(_named(self.inputs, symbol) for symbol, size in bound.items() if size < 2)
+        return f"sizes of 0 or 1, with which other functions are called: {small}"
+
     def _solve(self, batch: Mapping[str, torch.Tensor], bound: dict[sympy.Symbol, int]) -> None:
         """Add the values of symbols that are the size of no input, but follow from one: `4*s` is 8."""
         waiting: list[tuple[Any, int]] = [
@@ -107,6 +130,13 @@ def _line(size: sympy.Expr) -> tuple[int, int] | None:
     slope: Any = sympy.diff(size, symbol)
     start: Any = size.subs(symbol, 0)
     return (int(slope), int(start)) if slope.is_Integer and slope and start.is_Integer else None
+
+
+def _named(inputs: Mapping[str, Shape], expression: Any) -> str:
+    """Return which input's size each symbol of an expression is, as text: `s0 is dim 1 of input_ids`."""
+    places = {size: f"dim {dim} of {name}" for name, shape in inputs.items() for dim, size in enumerate(shape)}
+    symbols = sorted(expression.free_symbols, key=str)
+    return ", ".join(f"{symbol} is {places.get(symbol, 'computed')}" for symbol in symbols)
 
 
 def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int | None:

@@ -84,13 +84,16 @@ class Controller:
             parameters: all parameters and buffers of the model.
             hyper, seed, trace: as in `Step`.
         """
-        plan = planned.plan
-        for microbatch, prepared in zip(plan.microbatches, planned.prepared, strict=True):
-            if (microbatch.pattern, microbatch.tower) not in self._installed:
-                self.install(prepared.programs, microbatch.tower, parameters)
-        command = Step(plan=plan, hyper=hyper, seed=seed, trace=trace)
+        self.install_for(planned, parameters)
+        command = Step(plan=planned.plan, hyper=hyper, seed=seed, trace=trace)
         self._announce(command)
         return self.worker.step(command, [prepared.values for prepared in planned.prepared])
+
+    def install_for(self, planned: PlannedStep, parameters: Mapping[str, Tensor]) -> None:
+        """Send ranks the stage programs of a step that they lack; `parameters`: all parameters and buffers of the model."""
+        for microbatch, prepared in zip(planned.plan.microbatches, planned.prepared, strict=True):
+            if (microbatch.pattern, microbatch.tower) not in self._installed:
+                self.install(prepared.programs, microbatch.tower, parameters)
 
     def install(self, programs: PatternPrograms, tower: str, values: Mapping[str, Tensor]) -> None:
         """Send every rank the programs of its stages, with their constants and the parameters and buffers that the rank lacks.

@@ -29,7 +29,7 @@ from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
 from mmcompile.batching.step_planner import Collate, Costs, PlannedStep, StepPlanner
-from mmcompile.codegen.program import ProgramSource
+from mmcompile.codegen.program import LearningSource, OnWarmUp, ProgramSource
 from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
@@ -326,6 +326,33 @@ class Engine:
                 self._data = state
                 yield metrics
         self._tell(Done(call="train"))
+
+    @_led(lambda engine: tuple[str, ...]())
+    def warm_up(self, batches: Iterable[Sequence[Sample]], *, on_capture: OnWarmUp | None = None) -> tuple[str, ...]:
+        """Capture what steps on `batches` need, and send the programs to their ranks, so that the first steps do neither.
+
+        Nothing is trained. Of batches that differ in sizes and media, what holds for all of them is learned at once: give the
+        first few, as different as the data are.
+
+        Args:
+            batches: samples of some of the coming steps, each as for `step` (ranks other than 0: ignored).
+            on_capture: called before each capture with its number, about how many there will be, and its reason.
+
+        Returns:
+            The reason for each capture, with the line of Python that decided; empty on ranks other than 0.
+
+        Raises:
+            BatchError: samples do not fit the model.
+        """
+        steps, source = [list(samples) for samples in batches], self._source
+        if not isinstance(source, LearningSource):
+            return ()
+        known = len(source.reasons)
+        source.warm_up([batch for samples in steps for batch in self._planner.microbatches(samples)], on_capture)
+        for samples in steps:
+            planned = self._planner.plan(self._num_steps + 1, samples)
+            self._session.call(self._rank_0.install_for, planned, source.parameters())
+        return tuple(source.reasons[known:])
 
     def trace(self) -> list[Event]:
         """Return the measured actions of all ranks in the last traced step, on one clock; an empty list on ranks other than 0."""

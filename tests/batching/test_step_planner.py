@@ -107,8 +107,10 @@ def test_a_lag_is_a_microbatch_of_its_own() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_same_samples_same_bytes() -> None:
+def test_same_samples_same_bytes_once_their_programs_are_captured() -> None:
     drawn = _family("llava")[-1]
+    _family("llava")[1].warm_up(_planner("llava", balancer("auto")).microbatches(drawn))
+    _planner("llava", balancer("auto")).plan(6, drawn)
     plans = [_planner("llava", balancer("auto")).plan(7, drawn).plan for _ in range(2)]
     assert msgspec.msgpack.encode(plans[0]) == msgspec.msgpack.encode(plans[1])
 

@@ -166,3 +166,18 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(run: Run, tmp_path: 
     assert rest.json["loss"] == pytest.approx(whole.json["loss"], rel=1e-5)
     late = run(*command, "--steps", 1, "--resume", tmp_path / "half")
     assert late.code == 1 and "is at step 1 already" in late.err
+
+
+def test_train_captures_before_step_1_what_batches_of_free_sizes_need_and_a_second_start_nothing(
+    run: Run, here: None, tmp_path: Path
+) -> None:
+    command = ("train", "toy:build", "--data", "toy:build_free_samples", "--microbatches", 2, "--batch-size", 4)
+    first, second, without = (
+        run(*command, "--steps", 6, "--json", *rest)
+        for rest in (("--cache", tmp_path), ("--cache", tmp_path), ("--no-cache",))
+    )
+    assert first.code == 0, first.err
+    assert first.err.count("capturing") == without.err.count("capturing") == 1
+    assert "capturing 2 of about 2: input_ids has size 15 in dim 1, in the captured batch 7" in first.err
+    assert "capturing" not in second.err and "ignored" not in second.err
+    assert first.json["loss"] == second.json["loss"] == without.json["loss"]

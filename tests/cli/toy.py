@@ -19,7 +19,9 @@ class Captioner(nn.Module):
         self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, pixel_values: Tensor, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, pixel_values: Tensor, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
         image = pixel_values
         for block in self.encoder:
             image = image + torch.tanh(block(image))
@@ -47,6 +49,19 @@ def build_samples() -> list[dict[str, Tensor]]:
             "labels": torch.randint(VOCABULARY, (1, 6), generator=generator),
         }
         for _ in range(12)
+    ]
+
+
+def build_free_samples() -> list[dict[str, Tensor]]:
+    """Return samples whose texts all have lengths of their own."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "pixel_values": torch.randn(1, WIDTH, generator=generator),
+            "input_ids": torch.randint(VOCABULARY, (1, 6 + number), generator=generator),
+            "labels": torch.randint(VOCABULARY, (1, 6 + number), generator=generator),
+        }
+        for number in range(12)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -53,7 +54,7 @@ class _Zoo:
         first = with_present_flags(self.model.requires_grad_(True), first)
         self.plan = even_plan(first.graph, {"language_model": 3})
         self.captures: list[int] = []
-        self.patterns = Patterns(self.model, self.plan, first, self.batch, self.captures.append)
+        self.patterns = Patterns(self.model, self.plan, first, self.batch, lambda count, _: self.captures.append(count))
 
     def check(self, batch: Mapping[str, Tensor]) -> PreparedMicrobatch:
         """Prepare a batch, and compare its stages with eager."""
@@ -124,7 +125,7 @@ def test_values_that_python_reads_make_patterns_of_their_own() -> None:
     model, batch = Asking().double(), _asking(1, 2, 3, 4, repeats=2)
     first = with_present_flags(model, capture(model, batch))
     captures: list[int] = []
-    patterns = Patterns(model, even_plan(first.graph, {}), first, batch, captures.append)
+    patterns = Patterns(model, even_plan(first.graph, {}), first, batch, lambda count, _: captures.append(count))
     seen: dict[str, int] = {}
     for tokens, repeats in [
         ((1, 2, 3, 4), 2),
@@ -141,6 +142,37 @@ def test_values_that_python_reads_make_patterns_of_their_own() -> None:
         seen.setdefault(prepared.programs.pattern, len(captures))
     assert patterns.num_captures == len(seen) == 3
     assert captures == [1, 2]
+
+
+def test_each_later_capture_tells_the_reason_and_the_line_of_python_that_decided() -> None:
+    model = Asking().double()
+    batch = _asking(1, 2, 3, 4, repeats=2)
+    first = with_present_flags(model, capture(model, batch))
+    told: list[tuple[int, str]] = []
+    patterns = Patterns(model, even_plan(first.graph, {}), first, batch, lambda *event: told.append(event))
+    patterns.warm_up([_asking(1, 3, 3, 4, repeats=2), _asking(1, 2, 3, 5, 6, repeats=2)])
+    patterns.prepare(_asking(1, 2, 3, 4, repeats=3))
+    patterns.prepare({**batch, "labels": batch["labels"].to(torch.int32)})
+    assert [count for count, _ in told] == [1, 2, 3]
+    assert [reason for _, reason in told] == patterns.reasons
+    sizes, line, inputs = patterns.reasons
+    assert sizes == "input_ids has size 5 in dim 1, in the captured batch 4"
+    assert re.fullmatch(r"test_program_cache.py:\d+, head: head where the other batch calls layers.1", line), line
+    assert inputs == "no earlier batch had these inputs: input_ids, repeats, labels"
+
+
+def test_a_warm_up_learns_one_capture_from_all_batches_of_a_family(zoo: _Zoo) -> None:
+    model, batch, first = captured(NAME)
+    first = with_present_flags(model.requires_grad_(True), first)
+    told: list[tuple[int, int]] = []
+    patterns = Patterns(model, even_plan(first.graph, {"language_model": 3}), first, batch, lambda *_: None)
+    sizes = [(4, 80, 2), (5, 61, 1), (2, 100, 3), (3, 50, 1), (6, 144, 4)]
+    batches = [_draw(Size(samples=s, length=length, media=media), seed=length) for s, length, media in sizes]
+    patterns.warm_up(batches[:3], lambda number, about, _: told.append((number, about)))
+    assert told == [(2, 2)]
+    for batch in batches:
+        patterns.prepare(batch)
+    assert patterns.num_captures == 2 == 1 + len(patterns.reasons)
 
 
 def test_parameters_come_under_every_name_they_have() -> None:

@@ -46,7 +46,7 @@ def test_two_processes_train_as_one_does_on_batches_of_free_sizes(name: str) -> 
     with (
         time_limit(500),
         mm.parallelize(
-            model, batches[0], plan, optimizer=ADAMW, on_capture=lambda _: captured.append(len(done))
+            model, batches[0], plan, optimizer=ADAMW, on_capture=lambda *_: captured.append(len(done))
         ) as engine,
     ):
         for batch, wanted in zip(batches, losses, strict=True):

@@ -22,9 +22,9 @@ from mmcompile.cli.config_options import flag, refuse_typed, with_config
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.data import DATA_HELP, epochs, load_samples, richest
 from mmcompile.cli.model import load_model, set_trainable
-from mmcompile.cli.options import JsonOption, ModelArgument
+from mmcompile.cli.options import JsonOption, ModelArgument, default_cache
 from mmcompile.cli.planning import WITH_PLAN, make_plan
-from mmcompile.cli.run_display import step_progress
+from mmcompile.cli.run_display import capturing, print_capture, step_progress
 from mmcompile.cli.train_elastic import RUN, check_elastic, node_at, train_elastic
 from mmcompile.config import DEFAULT_MICROBATCHES, ElasticConfig, ModelConfig, PlanRequest, RunConfig, TrainConfig
 from mmcompile.costmodel.cluster import Cluster
@@ -42,6 +42,8 @@ _DECIDED = (
     *("replicas", "fsdp", "num_microbatches", "fault_tolerance"),
 )
 """Fields of a `PlanRequest` that are options of `mmcompile train`, and that a given plan decides."""
+_WARM_BATCHES = 4
+"""Number of batches from which captures are learned before step 1."""
 _FIELDS = (*_DECIDED, "allow_unused")
 """All fields of a `PlanRequest` that are options of `mmcompile train`."""
 
@@ -87,6 +89,16 @@ def train(
     export: Annotated[
         Path | None, typer.Option(help="Folder to write the trained model to, for from_pretrained.", show_default=False)
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="MMCOMPILE_CACHE",
+            help="Folder of your own for captures, so that a second start makes none.",
+            show_default="~/.cache/mmcompile",
+            show_envvar=False,
+        ),
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Read and store no captures.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Train MODEL on DATA, one process a stage, with AdamW.
@@ -108,15 +120,15 @@ def train(
     with busy(f"loading {model}"):
         module, _ = load_model(model, "random" if config.random_weights else "stored", config.dtype)
         set_trainable(module, config.train)
-    made, subject, chosen = _planned(module, samples, run, plan, request, nodes)
+    folder = None if no_cache else cache or default_cache()
+    made, subject, chosen = _planned(module, samples, run, plan, request, nodes, folder)
     leading = int(os.environ.get("RANK", "0")) == 0
     if out is not None and leading:
         write_atomic(out / PLAN, made.to_json())
-        write_programs(out, api.stage_programs(module, subject.batch, made))
+        write_programs(out, api.stage_programs(module, subject.batch, made, cache=folder))
     if made.resilience is not None:
         check_elastic(options, run, resume)
         at = node_at(coordinator, node, secret, elastic)
-        folder = None if out is None else out / RUN
         done = train_elastic(
             subject,
             made,
@@ -125,7 +137,8 @@ def train(
             options,
             elastic,
             allow_unused=request.allow_unused,
-            folder=folder,
+            folder=None if out is None else out / RUN,
+            cache=folder,
             at=at,
             save=save,
             export=export,
@@ -142,6 +155,8 @@ def train(
         batch=None if run.pack else subject.batch,
         packing=chosen if run.pack else None,
         allow_unused=request.allow_unused,
+        cache=folder,
+        on_capture=print_capture,
         **settings,
     ) as engine:
         if resume is not None:
@@ -174,6 +189,7 @@ def _planned(
     path: Path | None,
     request: PlanRequest,
     nodes: int | None,
+    cache: Path | None,
 ) -> tuple[Plan, CapturedModel, Sequence[Sample]]:
     """Return (plan, captured model, samples of the captured batch). The plan is read from `path`, or made if that is None."""
     stored = None if path is None else Plan.load(path)
@@ -182,7 +198,7 @@ def _planned(
         count = stored.num_microbatches * stored.chains[-1].dp
     chosen = richest(samples, max(-(-run.batch_size // count), 2 if run.pack else 1))
     batch = None if run.pack else collate(chosen)
-    subject = CapturedModel.of(model, batch, chosen if run.pack else None)
+    subject = CapturedModel.of(model, batch, chosen if run.pack else None, cache)
     cluster = Cluster.parse("local" if nodes is None else f"{nodes}x1x{LOCAL_NAME}")
     made = stored or make_plan(subject, replace(request, num_microbatches=count), PlanInputs(cluster=cluster))
     if run.batch_size < made.num_microbatches * made.chains[-1].dp:
@@ -200,6 +216,10 @@ def _run(
     first, end = engine.num_steps * to_a_step, run.steps * to_a_step
     chosen = itertools.islice(epochs(len(samples), run.batch_size, run.seed), first, end)
     batches = ([samples[index] for index in own] for own in chosen)
+    warm = list(itertools.islice(batches, _WARM_BATCHES))
+    with capturing() as on_capture:
+        engine.warm_up(warm, on_capture=on_capture)
+    batches = itertools.chain(warm, batches)
     with step_progress(disable=engine.rank != 0) as progress:
         task = progress.add_task("step", total=run.steps, completed=engine.num_steps, loss=float("nan"), beside="")
         for metrics in engine.train(batches, trace={run.steps} if traced else ()):

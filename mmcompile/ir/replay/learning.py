@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import FlatBatch
+from mmcompile.ir.replay.filling_cache import FillingCache, digest_of
 from mmcompile.ir.replay.gathers import Layout
 from mmcompile.ir.replay.loops import LoopSites, Site, num_calls, packed, row_modules, varying_sites
 from mmcompile.ir.replay.program import OFFSET, NumberSource, Program, ResultShapes, Sources
@@ -97,11 +98,16 @@ class Learner:
         self.wholes: frozenset[str] = frozenset()
         """Paths of the modules each of whose calls is one step."""
         self.rules: dict[str, ModuleRule] = {}
+        self.shapes: dict[str, ResultShapes] = {}
+        """Path of a module that is one step -> how its results' sizes follow from its arguments'."""
         self._last: tuple[FlatBatch, Script] | None = None
         """The last batch with its script: several captures may be tried on it."""
 
     def see(self, batch: FlatBatch) -> Example:
-        """Run all of the model's Python on a batch, and keep its script as an example."""
+        """Run all of the model's Python on a batch, and keep its script as an example; one that is kept is returned."""
+        for example in self._examples:
+            if example.batch is batch:
+                return example
         script = self._replayer.run(batch)
         self._paths |= {module.path for module in modules_in(script.entries)}
         # A hook inside, such as one that collects hidden states, must run.
@@ -122,12 +128,22 @@ class Learner:
         script = self._replayer.run(batch, rules, lines=bool(self._loops.sites))
         return replace(script, entries=packed(script.entries, self._loops, self.wholes))
 
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """Batches that are learned from, oldest first."""
+        return tuple(self._examples)
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Paths of the modules whose calls are never one step."""
+        return frozenset(self._open)
+
     def keep_open(self, paths: Collection[str]) -> None:
         """Record modules whose calls, and those of the modules around them, are never one step."""
         self._open |= {path[:end] for path in paths for end, mark in enumerate(f"{path}.") if mark == "."}
         wholes = outermost(self._paths - self._open - {""})
         if wholes != self.wholes:
-            self.wholes, self.rules, self._last = wholes, {}, None
+            self.wholes, self.rules, self.shapes, self._last = wholes, {}, {}, None
 
     def script(self, batch: FlatBatch) -> Script:
         """Return the script of a batch, in which whole modules did not run where their results follow from their arguments.
@@ -186,7 +202,8 @@ class Learner:
         self, template: ScriptTemplate, example: Example, fillings: Sequence[tuple[Example, Filling]]
     ) -> LearnedTemplate:
         needed = needed_calls(template)
-        used = {leaf for call in needed.values() for leaf in call.leaves if isinstance(leaf, Value)}
+        leaves = [leaf for call in needed.values() for leaf in call.leaves if isinstance(leaf, Value)]
+        used = {leaf: place for place, leaf in reversed(list(enumerate(leaves)))}
         own = next(filling for other, filling in fillings if other is example)
         varying: dict[str, set[int]] = {}
         names = (f"{HOLE_PREFIX}{index}" for index in itertools.count())
@@ -198,13 +215,13 @@ class Learner:
             for name, value in other.batch.items():
                 if isinstance(value, Tensor):
                     _vary(varying, name, value, example.batch[name])
-        for value in sorted(template.tensors & used, key=lambda value: _order(needed, value)):
+        for value in sorted(template.tensors & used.keys(), key=lambda value: used[value]):
             tensors[value] = name = next(names)
             given[name] = own.tensors[value].detach().clone()
             varying[name] = set(range(min(value.tensor.dim(), 1 if value.origins else 2)))
             for _, filling in fillings:
                 _vary(varying, name, filling.tensors[value], given[name])
-        for value in sorted(template.gathers.keys() & used, key=lambda value: _order(needed, value)):
+        for value in sorted(template.gathers.keys() & used.keys(), key=lambda value: used[value]):
             index, layout = own.gathers[value]
             name = next(names)
             gathers[value] = name, layout
@@ -276,10 +293,14 @@ class Learner:
 
     def _note_shapes(self, program: Program) -> None:
         """Learn from a captured program how the results of whole modules follow from their arguments."""
+        found = {path: ResultShapes.of(calls) for path, calls in program.shapes.items()}
+        self.use({path: shapes for path, shapes in found.items() if shapes is not None})
+
+    def use(self, shapes: Mapping[str, ResultShapes]) -> None:
+        """Make modules one step whose results' sizes follow from their arguments' as `shapes` describe, by path."""
         self._last = None
-        for path, calls in program.shapes.items():
-            if (shapes := ResultShapes.of(calls)) is not None:
-                self.rules[path] = self._replayer.results_by(shapes)
+        self.shapes |= shapes
+        self.rules |= {path: self._replayer.results_by(found) for path, found in shapes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,13 +311,24 @@ class ReplayedHoles:
     learned: LearnedTemplate
     allowed: dict[frozenset[str], bool] = field(default_factory=dict)
     """Names of sizes that were 0 or 1 in a batch -> whether the graph holds for such batches."""
+    known: FillingCache = field(default_factory=FillingCache, repr=False)
+    """Values of the holes for batches whose integers are those of an earlier one."""
 
     def fill(self, batch: FlatBatch) -> dict[str, Tensor]:
         """Return the holes' values for a batch. Raises Mismatch if the model's Python calls something else for it."""
+        digest = digest_of(batch)
+        if (known := self.known.get(digest)) is not None:
+            return dict(known)
         script = self.learner.script(batch)
         given = self.learned.inputs(batch, script)
         if script.paths is not None:
-            self.learner.audit(script, self.learned)
+            try:
+                self.learner.audit(script, self.learned)
+            except Mismatch:
+                self.known.clear()
+                raise
+        if not script.reads_floats:
+            self.known.put(digest, given)
         return given
 
     def allow(self, batch: FlatBatch, small: Collection[str]) -> bool:
@@ -352,8 +384,3 @@ def _vary(varying: dict[str, set[int]], name: str, value: Tensor, other: Tensor)
     dims = {dim for dim, (a, b) in enumerate(zip(value.shape, other.shape, strict=True)) if a != b}
     if dims:
         varying.setdefault(name, set()).update(dims)
-
-
-def _order(needed: Mapping[int, object], value: Value) -> int:
-    call = value.origins[0][0] if value.origins else None
-    return list(needed).index(id(call)) if call is not None and id(call) in needed else -1

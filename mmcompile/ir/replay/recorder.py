@@ -60,6 +60,8 @@ class Recorder(TorchFunctionMode):
         self._fakes: dict[int, Tensor] = {}
         """Identity of a host tensor that was written to with an activation -> the fake tensor that stands for it since."""
         self._by_storage: dict[int, list[Tensor]] = {}
+        self.reads_floats = False
+        """True once values of float inputs were read."""
 
     def name(self, tensor: Tensor, value: Value) -> Value:
         """Record which value a tensor has from now on."""
@@ -87,7 +89,7 @@ class Recorder(TorchFunctionMode):
         if self._silent:
             return forward(*args, **kwargs)
         call, args, kwargs = self._call("module", forward, path, args, kwargs)
-        call.name = call.where = path
+        call.name, call.where = path, f"{call.where}, {path}" if call.where else path
         rule = self._rules.get(path)
         if rule is None:
             entry = ModuleCall(path, call)
@@ -242,6 +244,7 @@ class Recorder(TorchFunctionMode):
             self._values[id(tensor)] = Value(value.kind, tensor, True, value.name, value.origins, written=True)
 
     def _on_values(self, call: Call) -> Any:
+        self.reads_floats = True
         args, kwargs = self._with(call, lambda leaf: self._real[id(leaf.tensor)]())
         with real_execution():
             return call.function(*args, **kwargs)

@@ -105,7 +105,9 @@ class Replayer:
 
     def _script(self, recorder: Recorder, loss: Tensor, *, full: bool) -> Script:
         paths = gradient_paths(loss, dict(self.model.named_parameters())) if full else None
-        return Script(entries=recorder.entries, loss=recorder.value_of(loss), paths=paths)
+        return Script(
+            entries=recorder.entries, loss=recorder.value_of(loss), paths=paths, reads_floats=recorder.reads_floats
+        )
 
     def hooked(self) -> list[str]:
         """Return the paths of modules with hooks around their forward."""

@@ -17,6 +17,8 @@ class Script:
     loss: Value = field(repr=False)
     paths: GradientPaths | None = field(default=None, repr=False)
     """Paths of the gradient that autograd recorded; None where modules did not run."""
+    reads_floats: bool = False
+    """True if Python, or host work, read values of float inputs."""
 
     def steps(self, wholes: frozenset[str]) -> list[Call]:
         """Return the steps in order; a call of a module in `wholes` is one step, whose own calls are left out."""

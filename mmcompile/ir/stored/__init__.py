@@ -1,0 +1,1 @@
+"""Captures of earlier runs on the disk."""
