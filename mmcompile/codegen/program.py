@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmcompile.data.collate import Value
 from mmcompile.ir.graph import ParameterSpec
@@ -160,6 +160,20 @@ class LearningSource(ProgramSource, Protocol):
 
     reasons: list[str]
     """Reason for each later capture, with the line of Python that decided."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Model that is captured."""
+        ...
+
+    @property
+    def learns(self) -> bool:
+        """True once a capture was learned, whose microbatches are replayed."""
+        ...
+
+    def replay_elsewhere(self, fill: Callable[..., dict[str, Tensor] | None]) -> None:
+        """Fill what a replay gives by `fill` (`mmcompile.codegen.program_cache.FillElsewhere`) where it can."""
+        ...
 
     def warm_up(self, batches: Sequence[Mapping[str, Value]], on_capture: OnWarmUp | None = None) -> None:
         """Capture what collated microbatches need, where what holds for all of them is learned at once."""

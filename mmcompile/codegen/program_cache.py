@@ -8,6 +8,7 @@ is free: token ids, pixels, where placeholders stand.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import FlatBatch, completed
 from mmcompile.ir.replay.learned_capture import capture_learned
-from mmcompile.ir.replay.learning import HOLE_PREFIX, Example, Learner
+from mmcompile.ir.replay.learning import HOLE_PREFIX, Example, Learner, ReplayedHoles
 from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.ir.stored.capture_store import CaptureStore, LearnedRecord
 from mmcompile.passes.base import AnyPass
@@ -40,6 +41,8 @@ from mmcompile.planner.plan.plan import Plan
 Key = tuple[object, ...]
 OnCapture = Callable[[int, str], None]
 """Function called before a capture: (captures so far, reason for which none of them holds, with the line of Python)."""
+FillElsewhere = Callable[[Learner, LearnedRecord, FlatBatch], dict[str, torch.Tensor] | None]
+"""Function (learner, record, batch) -> values of the holes of the record's capture; None if the batch must be replayed here."""
 _EXAMPLES = 3
 """Number of batches of a family that a warm-up learns from, beside those that were captured."""
 _BEFORE_LEARNING = 2
@@ -160,6 +163,8 @@ class Patterns:
         self._on_capture = on_capture or _logged
         self._passes = passes
         self._store = store
+        self._learned: list[tuple[_Pattern, LearnedRecord, Learner]] = []
+        self._elsewhere: FillElsewhere | None = None
         self._validated: set[str] = set()
         """Kinds of sharded layers that a check found equal to the unsharded layer."""
         self.num_captures = 1
@@ -167,6 +172,16 @@ class Patterns:
         """Reason for each later capture, with the line of Python that decided."""
         batch = completed(model, batch)
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], examples=[batch])
+
+    @property
+    def model(self) -> nn.Module:
+        """Model that is captured."""
+        return self._model
+
+    @property
+    def learns(self) -> bool:
+        """True once a capture was learned, whose microbatches are replayed."""
+        return bool(self._learned)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Return every parameter and buffer of the model under every name it has."""
@@ -261,13 +276,29 @@ class Patterns:
         try:
             for record in self._store.learned(_key(batch), self._components):
                 captured, example = record.restored(learner)
-                family.patterns.insert(0, self._lowered(captured, example))
-                family.records.append(record)
+                self._note_learned(family, self._lowered(captured, example), record, learner)
         except Exception as error:  # whatever the model's Python raises on an example; a new capture tells why
             self._store.forget(error, _key(batch), self._components)
         if family.records:
             family.learner = learner
         return bool(family.records)
+
+    def replay_elsewhere(self, fill: FillElsewhere) -> None:
+        """Fill the holes of learned captures, later ones too, by `fill` where it can, and by replays here where it cannot."""
+        self._elsewhere = fill
+        for pattern, record, learner in self._learned:
+            self._connect(pattern, record, learner)
+
+    def _connect(self, pattern: _Pattern, record: LearnedRecord, learner: Learner) -> None:
+        holes = pattern.capture.holes
+        if self._elsewhere is not None and isinstance(holes, ReplayedHoles):
+            holes.elsewhere.fill = functools.partial(self._elsewhere, learner, record)
+
+    def _note_learned(self, family: _Family, pattern: _Pattern, record: LearnedRecord, learner: Learner) -> None:
+        family.patterns.insert(0, pattern)
+        family.records = [*(family.records or ()), record]
+        self._learned.append((pattern, record, learner))
+        self._connect(pattern, record, learner)
 
     def _see(self, family: _Family, batches: Sequence[FlatBatch]) -> None:
         """Give the learner of a family examples to learn from, the family's own first."""
@@ -289,11 +320,10 @@ class Patterns:
             captured = annotated(capture_learned(family.learner, learned, self._components))
             pattern = self._lowered(captured, learned.example.batch)
             self._count(reason)
-            family.patterns.insert(0, pattern)
+            record = LearnedRecord.of(family.learner, learned, asked, captured)
+            self._note_learned(family, pattern, record, family.learner)
             if self._store is not None:
-                record = LearnedRecord.of(family.learner, learned, asked, captured)
-                family.records = [*(family.records or ()), record]
-                self._store.keep(family.records, _key(batch), self._components)
+                self._store.keep(family.records or (), _key(batch), self._components)
             return pattern.match(batch)
         except (CaptureError, Mismatch) as error:
             warnings.warn(f"batches of this kind are captured one by one: {error}", stacklevel=4)

@@ -43,6 +43,7 @@ from mmcompile.runtime.commands import CloseEngine, Command, Done, Refuse, Setup
 from mmcompile.runtime.controller import Controller
 from mmcompile.runtime.executor.totals import metrics_of
 from mmcompile.runtime.launch.background_balancer import BackgroundBalancer
+from mmcompile.runtime.launch.background_replays import BackgroundReplays
 from mmcompile.runtime.launch.session import ProcessGroupSession, open_session
 from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
 from mmcompile.runtime.optim.optimizer import MASTER, OptimizerSpec, RankOptimizer, SchedulerFactory, scheduler_after
@@ -196,6 +197,8 @@ class Engine:
         self._planner = StepPlanner(
             placement, source, collate=collate, balancer=self._balancer, pad=pad, costs=costs, corrector=corrector
         )
+        self._replays: BackgroundReplays | None = None
+        """Process that replays the model's Python for `train`; None until a capture was learned."""
         self._setup = setup
         self._scheduler_factory = scheduler
         self._accumulate = accumulate
@@ -452,6 +455,8 @@ class Engine:
         finally:
             if isinstance(self._balancer, BackgroundBalancer):
                 self._balancer.close()
+            if self._replays is not None:
+                self._replays.close()
             farewell = None if self._controller is None else functools.partial(self._controller.tell, CloseEngine())
             self._session.close(farewell)
 
@@ -467,6 +472,10 @@ class Engine:
         """Plan the next batch of step `step`, after the batches `before`; return (plan, state of the data loader), or None."""
         if (found := next(batches, None)) is None:
             return None
+        if self._replays is None and isinstance(self._source, LearningSource) and self._source.learns:
+            self._replays = BackgroundReplays(self._source.model)
+            self._replays.start()
+            self._source.replay_elsewhere(self._replays.fill)
         (samples, state), is_last = found
         update = is_last or self._updates(before, None)
         return self._planner.plan(step, samples, update=update, before=before), state

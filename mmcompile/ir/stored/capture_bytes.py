@@ -178,8 +178,11 @@ def _attributes(module: fx.GraphModule) -> dict[str, Any]:
 def _records(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Return (op, name, target, args, kwargs, metadata) of each node of a graph, with other nodes by name."""
 
+    def name(part: Any) -> Any:
+        return _NodeName(part.name) if isinstance(part, fx.Node) else part
+
     def named(value: Any) -> Any:
-        return map_aggregate(value, lambda part: _NodeName(part.name) if isinstance(part, fx.Node) else part)
+        return map_aggregate(value, name)
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -207,8 +210,11 @@ def _module(name: str, attributes: Mapping[str, Any], records: list[tuple[Any, .
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
 
+    def node_of(part: Any) -> Any:
+        return made[part.name] if isinstance(part, _NodeName) else part
+
     def nodes(value: Any) -> Any:
-        return map_aggregate(value, lambda part: made[part.name] if isinstance(part, _NodeName) else part)
+        return map_aggregate(value, node_of)
 
     for op, node_name, target, args, kwargs, meta in records:
         made[node_name] = node = graph.create_node(op, target, nodes(args), nodes(kwargs), node_name)

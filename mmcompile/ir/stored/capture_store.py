@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmcompile.errors import OutputError
 from mmcompile.files import write_atomic
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.inputs import FlatBatch
-from mmcompile.ir.replay.learning import Example, LearnedTemplate, Learner, ReplayedHoles
+from mmcompile.ir.replay.learning import Example, LearnedTemplate, Learner, ReplayedHoles, without_floats
 from mmcompile.ir.replay.program import ResultShapes
 from mmcompile.ir.replay.replayer import Replayer
 from mmcompile.ir.stored.capture_bytes import StoreError, decoded, encoded
@@ -43,7 +42,8 @@ class LearnedRecord:
     """Index of the example that the capture was asked for."""
     opened: frozenset[str]
     """Paths of modules that are never one step."""
-    capture: Capture = field(repr=False)
+    capture: Capture | None = field(repr=False)
+    """The capture without holes; None where it is not needed."""
     shapes: dict[str, ResultShapes]
     """Path of a module that is one step -> how its results' sizes follow from its arguments'."""
     digest: str
@@ -63,7 +63,14 @@ class LearnedRecord:
         )
 
     def restored(self, learner: Learner) -> tuple[Capture, FlatBatch]:
-        """Return the capture with holes that `learner` fills, and the batch it was traced on.
+        """Return the capture with holes that `learner` fills, and the batch it was traced on. Raises StoreError as `learned`."""
+        assert self.capture is not None, "a record without its capture"
+        learned = self.learned(learner)
+        holes = ReplayedHoles(learner=learner, learned=learned)
+        return replace(self.capture, holes=holes), learned.example.batch
+
+    def learned(self, learner: Learner) -> LearnedTemplate:
+        """Return what `learner` learns from the examples.
 
         Raises:
             StoreError: the model's Python makes other calls on the examples than when the record was made.
@@ -76,8 +83,7 @@ class LearnedRecord:
         if template_digest(learned) != self.digest:
             raise StoreError("the model's Python makes other calls on the examples")
         learner.use(self.shapes)
-        holes = ReplayedHoles(learner=learner, learned=learned)
-        return replace(self.capture, holes=holes), learned.example.batch
+        return learned
 
 
 class CaptureStore:
@@ -166,19 +172,7 @@ class CaptureStore:
 
 def _stripped(example: Example) -> FlatBatch:
     """Return the batch of an example with zeros for its floats, unless the model's Python read them."""
-    if example.script.reads_floats:
-        return example.batch
-    stripped = FlatBatch({})
-    stripped.nested = example.batch.nested
-    stripped.update(
-        (name, torch.zeros((), dtype=value.dtype).expand(value.shape) if _is_float(value) else value)
-        for name, value in example.batch.items()
-    )
-    return stripped
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return example.batch if example.script.reads_floats else without_floats(example.batch)
 
 
 def _ignored(path: Path, error: Exception) -> None:

@@ -76,6 +76,8 @@ def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
 class Small(nn.Module):
     """A layer whose width of steps an attribute tells."""
 
+    scale: Tensor
+
     def __init__(self, times: int = 2) -> None:
         super().__init__()
         self.times = times
