@@ -248,8 +248,12 @@ class ResultShapes:
     def _of(cls, call: ModuleShapes) -> ResultShapes | None:
         places: dict[Any, tuple[int, int]] = {}
         fixed: list[tuple[int, int, int]] = []
+        ranks: list[tuple[int, int]] = []
         for leaf, sizes in enumerate(call.given):
-            for dim, size in enumerate(() if sizes is None else sizes):
+            if sizes is None:
+                continue
+            ranks.append((leaf, len(sizes)))
+            for dim, size in enumerate(sizes):
                 if isinstance(size, int):
                     fixed.append((leaf, dim, size))
                 else:
@@ -264,5 +268,4 @@ class ResultShapes:
             if None in found:
                 return None
             made.append((dtype, found))
-        ranks = tuple((leaf, len(sizes)) for leaf, sizes in enumerate(call.given) if sizes is not None)
-        return cls(structure=call.structure, made=tuple(made), ranks=ranks, fixed=tuple(fixed))
+        return cls(structure=call.structure, made=tuple(made), ranks=tuple(ranks), fixed=tuple(fixed))
