@@ -79,8 +79,12 @@ class _Comparison:
 
     def run(self) -> Filling:
         for place, (a, b) in enumerate(zip(self.ours, self.theirs, strict=False)):
-            if a.key != b.key or a.structure != b.structure or a.grad != b.grad:
+            if a.key != b.key:
                 raise Mismatch(f"{a.where or b.where}: {a.name} where the other batch calls {b.name}")
+            if a.structure != b.structure:
+                raise Mismatch(f"{a.where or b.where}: {a.name} has other arguments in the other batch, or a None among them")
+            if a.grad != b.grad:
+                raise Mismatch(f"{a.where or b.where}: {a.name} has a gradient in one batch only")
             self.place[id(a)] = self.place[id(b)] = place
         if len(self.ours) != len(self.theirs):
             longer = max(self.ours, self.theirs, key=len)
