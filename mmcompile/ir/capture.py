@@ -66,7 +66,7 @@ class Capture:
             filled: its tensors, as `filled` returns them.
         """
         bound = self.sizes.bind(filled, small=self.holes is not None)
-        small = [str(symbol) for symbol, size in (bound or {}).items() if size < 2]
+        small = self.sizes.small(bound) if bound is not None else []
         return None if small and self.holes is not None and not self.holes.allow(_flat(batch), small) else bound
 
     def given(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int]:

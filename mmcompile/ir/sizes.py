@@ -39,7 +39,7 @@ class Sizes:
 
         Args:
             batch: input name -> tensor.
-            small: whether symbols may be 0 or 1; if not, they are refused, since such sizes mean something else (broadcasting).
+            small: whether sizes may be 0 or 1 (`small`); if not, they are refused, since they mean something else (broadcasting).
         """
         bound: dict[sympy.Symbol, int] = {}
         for name, shape in self.inputs.items():
@@ -55,7 +55,15 @@ class Sizes:
         for name, shape in self.inputs.items():
             if any(evaluate(e, bound) != int(size) for size, e in zip(batch[name].shape, shape, strict=True)):
                 return None
-        return bound if all(_value(guard, bound) for guard in self.guards) else None
+        failed = (guard for guard in self.guards if not _value(guard, bound))
+        return bound if all(small and _small_size(guard, bound) is not None for guard in failed) else None
+
+    def small(self, bound: Mapping[sympy.Symbol, int]) -> list[str]:
+        """Return the sizes that are 0 or 1, given symbol -> value, though the graph was captured for larger ones."""
+        guarded = (_small_size(guard, bound) for guard in self.guards if not _value(guard, bound))
+        return [str(symbol) for symbol, size in bound.items() if size < 2] + [
+            str(size) for size in guarded if size is not None
+        ]
 
     def misfit(self, batch: Mapping[str, torch.Tensor]) -> str:
         """Return the reason for which `bind` refuses a batch, in words: the input and its size, or the condition on sizes."""
@@ -148,10 +156,21 @@ def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int |
 
 
 def _value(expression: Any, bound: Mapping[sympy.Symbol, int]) -> Any:
-    """Return the value of an expression over size symbols; None if a symbol has no value."""
+    """Return the value of an expression over size symbols; None if a symbol has no value, or it divides by zero."""
     symbols, compute = _compiled(expression)
     numbers = [bound.get(symbol) for symbol in symbols]
-    return None if None in numbers else compute(*numbers)
+    try:
+        return None if None in numbers else compute(*numbers)
+    except ZeroDivisionError:
+        return None
+
+
+def _small_size(guard: Any, bound: Mapping[sympy.Symbol, int]) -> sympy.Expr | None:
+    """Return the size that a guard keeps from being 0 or 1, if it is that; None if the guard has another reason."""
+    sides = guard.args if isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt, sympy.Ne)) else ()
+    found = next((side for side in sides if not side.is_number), None)
+    apart = len(sides) == 2 and any(side.is_number and side in (0, 1, 2) for side in sides)
+    return found if apart and _value(found, bound) in (0, 1) else None
 
 
 @functools.cache

@@ -34,6 +34,8 @@ _MOVES = _names(
 )
 """Functions that only rearrange elements of float tensors, except `to`, which also changes types."""
 _CAST_TO = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+SPLITS = _names("split split_with_sizes tensor_split")
+"""Moves into pieces of given sizes."""
 INDEXES = _names("__getitem__ index_select take_along_dim")
 """Moves that read the values of their further tensors."""
 _PAD_VALUES = {"pad": (3, "value"), "pad_sequence": (2, "padding_value")}

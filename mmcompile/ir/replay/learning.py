@@ -396,9 +396,10 @@ def _shapes_of(batch: FlatBatch) -> dict[str, tuple[int, ...]]:
 
 
 def _num_small(example: Example, filling: Filling) -> int:
-    """Return how many sizes of inputs and holes are 0 or 1, which export fixes."""
+    """Return how many sizes of inputs and holes, and numbers, are 0 or 1, which export fixes."""
     tensors = [*example.batch.values(), *filling.tensors.values(), *(index for index, _ in filling.gathers.values())]
-    return sum(size < 2 for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape)
+    sizes = (size for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape)
+    return sum(size in (0, 1) for size in itertools.chain(sizes, filling.numbers.values()))
 
 
 def _as_length(number: int) -> Tensor:

@@ -82,7 +82,9 @@ class _Comparison:
             if a.key != b.key:
                 raise Mismatch(f"{a.where or b.where}: {a.name} where the other batch calls {b.name}")
             if a.structure != b.structure:
-                raise Mismatch(f"{a.where or b.where}: {a.name} has other arguments in the other batch, or a None among them")
+                raise Mismatch(
+                    f"{a.where or b.where}: {a.name} has other arguments in the other batch, or a None among them"
+                )
             if a.grad != b.grad:
                 raise Mismatch(f"{a.where or b.where}: {a.name} has a gradient in one batch only")
             self.place[id(a)] = self.place[id(b)] = place
@@ -170,6 +172,8 @@ class _Comparison:
         for leaf, (x, y) in enumerate(zip(a.leaves, b.leaves, strict=True)):
             if isinstance(x, Value) and isinstance(y, Value):
                 self._value(x, y)
+            elif a.role == "move" and a.name in functions.SPLITS and x != y:
+                raise _Differs(a.where)  # pieces of any sizes, which may be empty, are a gather
             elif not self._number(a, leaf, x, y):
                 raise _Differs(a.where)
 
