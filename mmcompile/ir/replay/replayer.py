@@ -127,9 +127,12 @@ class Replayer:
                 return torch.empty(shape, dtype=dtype)
 
         def results(leaves: list[Any]) -> Any:
-            if any(leaves[leaf].dim() != rank for leaf, rank in shapes.ranks) or any(
-                leaves[leaf].shape[dim] != size for leaf, dim, size in shapes.fixed
+            # Another structure may pass no tensor there, such as no mask.
+            if any(
+                not isinstance(leaves[leaf], torch.Tensor) or leaves[leaf].dim() != rank for leaf, rank in shapes.ranks
             ):
+                return None
+            if any(leaves[leaf].shape[dim] != size for leaf, dim, size in shapes.fixed):
                 return None
             made: list[Any] = []
             for result in shapes.made:
