@@ -40,6 +40,8 @@ FIRST = 20
 """Microbatches in which captures are allowed."""
 IN_A_STEP = 4
 """Microbatches of a step when throughput is measured."""
+WARM_UP = 8
+"""Microbatches that are given to `warm_up`, as `mmcompile train` gives its first."""
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 
@@ -49,11 +51,9 @@ class Row(msgspec.Struct, kw_only=True):
     family: str
     microbatches: int = 0
     captures: tuple[int, ...] = ()
-    """Microbatch that needed each capture, the first one's included."""
-    kinds: tuple[str, ...] = ()
-    """Float inputs of each of those microbatches; batches with other inputs need captures of their own."""
+    """Microbatch that needed each capture; 0 for the plan's and those of the warm-up."""
     reasons: tuple[str, ...] = ()
-    """Warnings of captures: why no capture of all batches could be learned."""
+    """Reason for each later capture, with the line of Python that decided, and warnings."""
     capture_s: float = 0.0
     """Processor seconds of all captures."""
     replay_ms: float = 0.0
@@ -110,7 +110,9 @@ def _follow(task: Task, row: Row) -> None:
     started = time.process_time()
     first = captured_step(model, batches[0])
     patterns = Patterns(model, even_plan(first.graph, {}), first, batches[0])
-    row.captures, row.kinds, row.capture_s = (0,), (_kind(batches[0]),), time.process_time() - started
+    patterns.warm_up(batches[:WARM_UP])
+    row.captures, row.capture_s = (0,) * patterns.num_captures, time.process_time() - started
+    row.reasons = tuple(patterns.reasons)
     replays: list[float] = []
     for index, batch in enumerate(batches):
         before, started = patterns.num_captures, time.process_time()
@@ -120,7 +122,7 @@ def _follow(task: Task, row: Row) -> None:
         seconds = time.process_time() - started
         if (made := patterns.num_captures - before) or warned:
             row.captures += (index,) * made
-            row.kinds += (_kind(batch),) * made
+            row.reasons += tuple(f"{index}: {reason}" for reason in patterns.reasons[before - 1 :])
             row.reasons += tuple(f"{index}: {warning.message}" for warning in warned)
             row.capture_s += seconds
         else:
@@ -136,11 +138,6 @@ def _follow(task: Task, row: Row) -> None:
         row.loss, row.gradient = max(row.loss, found.loss), max(row.gradient, found.gradient)
 
 
-def _kind(batch: Batch) -> str:
-    names = [name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    return " and ".join(names) or "text only"
-
-
 def _race(task: Task, row: Row) -> None:
     """Time steps of the engine in two processes and of eager in one with two threads, in alternating rounds."""
     batches = task.batches()
@@ -151,6 +148,7 @@ def _race(task: Task, row: Row) -> None:
         raise RuntimeError("the plan is not for two processes")
     with mm.parallelize(model, batches[0], plan, optimizer=ADAMW) as engine:
         eager = _eager_step(alone)
+        engine.warm_up(steps[: WARM_UP // IN_A_STEP])
         for step in steps:
             engine.step(step)
         for step in steps[:2]:

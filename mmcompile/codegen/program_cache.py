@@ -28,6 +28,7 @@ from mmcompile.ir.capture import Capture, capture, differing_dims
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import FlatBatch, completed
+from mmcompile.ir.replay.hole_sites import HoleSites
 from mmcompile.ir.replay.learned_capture import capture_learned
 from mmcompile.ir.replay.learning import HOLE_PREFIX, Example, Learner, ReplayedHoles
 from mmcompile.ir.sizes import Shape, evaluate
@@ -164,6 +165,8 @@ class Patterns:
         self._passes = passes
         self._store = store
         self._learned: list[tuple[_Pattern, LearnedRecord, Learner]] = []
+        self._sites = HoleSites()
+        """Places where batches of any family were found to differ."""
         self._elsewhere: FillElsewhere | None = None
         self._validated: set[str] = set()
         """Kinds of sharded layers that a check found equal to the unsharded layer."""
@@ -200,12 +203,12 @@ class Patterns:
             CaptureError: the model cannot be captured on it.
         """
         batch = completed(self._model, batch)
-        family = self._families.setdefault(_key(batch), _Family())
+        family = self._family(batch)
         try:
             return self._matched(batch, family)
         except Mismatch as error:
             reason = str(error)
-        learns = family.learner is not None or len(family.patterns) >= _BEFORE_LEARNING
+        learns = self._sites or family.learner is not None or len(family.patterns) >= _BEFORE_LEARNING
         if learns and (learned := self._learn(batch, family, reason)) is not None:
             return learned
         pattern = self._capture(batch, family, reason)
@@ -229,7 +232,7 @@ class Patterns:
             with contextlib.suppress(BatchError):
                 batch = completed(self._model, given)
                 try:
-                    self._matched(batch, self._families.setdefault(_key(batch), _Family()))
+                    self._matched(batch, self._family(batch))
                 except Mismatch:
                     waiting.setdefault(_key(batch), []).append(batch)
         total = self.num_captures + len(waiting)
@@ -238,7 +241,7 @@ class Patterns:
         try:
             for key, found in waiting.items():
                 family = self._families[key]
-                if len(found) + len(family.examples) >= _BEFORE_LEARNING:
+                if self._sites or len(found) + len(family.examples) >= _BEFORE_LEARNING:
                     self._see(family, found[:_EXAMPLES])
                 for batch in found:
                     with contextlib.suppress(BatchError, CaptureError):
@@ -246,8 +249,17 @@ class Patterns:
         finally:
             self._on_capture = known
 
+    def _family(self, batch: FlatBatch) -> _Family:
+        """Return the family of a batch; a new one has symbolic sizes where other families' batches differ."""
+        if (found := self._families.get(_key(batch))) is None:
+            self._families[_key(batch)] = found = _Family()
+            for other in (family for family in self._families.values() if family is not found):
+                for name in other.varying.keys() & batch.keys():
+                    found.varying.setdefault(name, set()).update(other.varying[name])
+        return found
+
     def _matched(self, batch: FlatBatch, family: _Family) -> PreparedMicrobatch:
-        """Return the batch prepared for the first pattern that holds. Raises Mismatch with the reason of the most general."""
+        """Return the batch prepared for the first pattern that holds. Raises Mismatch with the last one's reason."""
         try:
             return self._first_match(batch, family)
         except Mismatch:
@@ -265,7 +277,7 @@ class Patterns:
         if not reasons:
             names = ", ".join(name for name, value in batch.items() if isinstance(value, torch.Tensor))
             raise Mismatch(f"no earlier batch had these inputs: {names}")
-        raise Mismatch(reasons[-1] if family.learner is None else reasons[0])
+        raise Mismatch(reasons[-1])
 
     def _restored(self, batch: FlatBatch, family: _Family) -> bool:
         """Add the patterns that earlier runs learned for a family, once; return whether there are any."""
@@ -277,6 +289,8 @@ class Patterns:
             for record in self._store.learned(_key(batch), self._components):
                 captured, example = record.restored(learner)
                 self._note_learned(family, self._lowered(captured, example), record, learner)
+                if isinstance(captured.holes, ReplayedHoles):
+                    self._sites = self._sites.with_holes_of(captured.holes.learned)
         except Exception as error:  # whatever the model's Python raises on an example; a new capture tells why
             self._store.forget(error, _key(batch), self._components)
         if family.records:
@@ -295,7 +309,7 @@ class Patterns:
             holes.elsewhere.fill = functools.partial(self._elsewhere, learner, record)
 
     def _note_learned(self, family: _Family, pattern: _Pattern, record: LearnedRecord, learner: Learner) -> None:
-        family.patterns.insert(0, pattern)
+        family.patterns.append(pattern)  # last: a batch that an earlier one fits runs the same programs as before
         family.records = [*(family.records or ()), record]
         self._learned.append((pattern, record, learner))
         self._connect(pattern, record, learner)
@@ -313,21 +327,33 @@ class Patterns:
         """Capture what holds for this batch and others that call the same; None if it cannot be learned, with a warning."""
         self._see(family, ())
         assert family.learner is not None
-        self._on_capture(self.num_captures, reason)
         try:
             asked = self._example(family.learner, batch)
-            learned = family.learner.learned(asked)
-            captured = annotated(capture_learned(family.learner, learned, self._components))
-            pattern = self._lowered(captured, learned.example.batch)
-            self._count(reason)
-            record = LearnedRecord.of(family.learner, learned, asked, captured)
-            self._note_learned(family, pattern, record, family.learner)
-            if self._store is not None:
-                self._store.keep(family.records or (), _key(batch), self._components)
-            return pattern.match(batch)
+            return self._learned_of(asked, family, family.learner, reason)
         except (CaptureError, Mismatch) as error:
             warnings.warn(f"batches of this kind are captured one by one: {error}", stacklevel=4)
             return None
+
+    def _learned_of(self, asked: Example, family: _Family, learner: Learner, reason: str) -> PreparedMicrobatch:
+        """Learn a capture that holds for an example. Raises Mismatch or CaptureError if there is none."""
+        for kept in (False, True):  # the graph of another example may hold for none of this one's sizes
+            self._on_capture(self.num_captures, reason)
+            learned = learner.learned(asked, self._sites, keep_example=kept)
+            captured = annotated(capture_learned(learner, learned, self._components))
+            pattern = self._lowered(captured, learned.example.batch)
+            self._count(reason)
+            record = LearnedRecord.of(learner, learned, asked, captured, self._sites, kept=kept)
+            self._note_learned(family, pattern, record, learner)
+            self._sites = self._sites.with_holes_of(learned)
+            if self._store is not None:
+                self._store.keep(family.records or (), _key(asked.batch), self._components)
+            try:
+                return pattern.match(asked.batch)
+            except Mismatch as error:
+                if learned.example is asked:
+                    raise
+                reason = str(error)
+        raise AssertionError("a capture of the example itself was made")
 
     def _example(self, learner: Learner, batch: FlatBatch) -> Example:
         try:

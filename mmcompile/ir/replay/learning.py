@@ -15,6 +15,7 @@ from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.replay.filling_cache import FillingCache, digest_of
 from mmcompile.ir.replay.gathers import Layout
+from mmcompile.ir.replay.hole_sites import HoleSites
 from mmcompile.ir.replay.loops import LoopSites, Site, num_calls, packed, row_modules, varying_sites
 from mmcompile.ir.replay.program import OFFSET, NumberSource, Program, ResultShapes, Sources
 from mmcompile.ir.replay.recorder import ModuleRule
@@ -172,11 +173,25 @@ class Learner:
     def _differing(self, script: Script, learned: LearnedTemplate) -> set[str]:
         return differing_modules(learned.template.script, script, learned.template.wholes)
 
-    def learned(self, example: Example) -> LearnedTemplate:
-        """Return a template that holds for `example`, and for all kept examples that call the same steps."""
-        forced = forced_holes(example.script, self.wholes)
+    def learned(
+        self, example: Example, sites: HoleSites | None = None, *, keep_example: bool = False
+    ) -> LearnedTemplate:
+        """Return a template that holds for `example`, and for all kept examples that call the same steps.
+
+        Args:
+            example: an example.
+            sites: places where batches were found to differ before; there they may differ here too.
+            keep_example: capture `example` even where another has fewer sizes of 0 and 1, which export fixes.
+        """
+        sites = sites or HoleSites()
+        script, wholes = example.script, self.wholes
         template = ScriptTemplate(
-            script=example.script, shapes=_shapes_of(example.batch), wholes=self.wholes, tensors=forced
+            script=script,
+            shapes=_shapes_of(example.batch),
+            wholes=wholes,
+            tensors=forced_holes(script, wholes) | sites.host_tensors(script, wholes),
+            numbers=frozenset(sites.number_positions(script, wholes)),
+            gathers=sites.gathered(script, wholes),
         )
         fillings: list[tuple[Example, Filling]] = []
         while True:
@@ -195,17 +210,23 @@ class Learner:
             larger = replace(template, tensors=tensors, gathers=gathers, numbers=numbers)
             if not any(filling.missing for _, filling in fillings):
                 best = min(fillings, key=lambda pair: (_num_small(*pair), pair[0] is not example))[0]
-                return self._with_sources(larger, example, fillings) if best is example else self.learned(best)
+                if best is example or keep_example:
+                    return self._with_sources(larger, example, fillings, sites)
+                return self.learned(best, sites, keep_example=True)
             template = larger
 
     def _with_sources(
-        self, template: ScriptTemplate, example: Example, fillings: Sequence[tuple[Example, Filling]]
+        self,
+        template: ScriptTemplate,
+        example: Example,
+        fillings: Sequence[tuple[Example, Filling]],
+        sites: HoleSites,
     ) -> LearnedTemplate:
         needed = needed_calls(template)
         leaves = [leaf for call in needed.values() for leaf in call.leaves if isinstance(leaf, Value)]
         used = {leaf: place for place, leaf in reversed(list(enumerate(leaves)))}
         own = next(filling for other, filling in fillings if other is example)
-        varying: dict[str, set[int]] = {}
+        varying = {name: set(dims) for name, dims in sites.dims_of_inputs(example.batch).items()}
         names = (f"{HOLE_PREFIX}{index}" for index in itertools.count())
         given: dict[str, Tensor] = {}
         tensors: dict[Value, str] = {}
@@ -218,7 +239,7 @@ class Learner:
         for value in sorted(template.tensors & used.keys(), key=lambda value: used[value]):
             tensors[value] = name = next(names)
             given[name] = own.tensors[value].detach().clone()
-            varying[name] = set(range(min(value.tensor.dim(), 1 if value.origins else 2)))
+            varying[name] = {*range(min(value.tensor.dim(), 1 if value.origins else 2)), *sites.dims_of(value)}
             for _, filling in fillings:
                 _vary(varying, name, filling.tensors[value], given[name])
         for value in sorted(template.gathers.keys() & used.keys(), key=lambda value: used[value]):
@@ -232,20 +253,26 @@ class Learner:
             if name in example.batch
             for dim in sorted(dims)
         }
-        lengths: dict[tuple[int, ...], NumberSource] = {}
-        for position in sorted(
-            template.numbers, key=lambda p: (list(needed).index(p[0]) if p[0] in needed else -1, p[1])
-        ):
-            if position[0] not in needed:
-                continue
+        known = sites.number_positions(template.script, template.wholes)
+        lengths: dict[object, NumberSource] = {}
+        places = {call: place for place, call in enumerate(needed)}
+        for position in sorted((p for p in template.numbers if p[0] in places), key=lambda p: (places[p[0]], p[1])):
             values = tuple(filling.numbers[position] for _, filling in fillings)
             if min(values) < 0 < max(values):
                 raise CaptureError(f"{needed[position[0]].where}: a number is negative in some batches only")
-            if values not in sizes and values not in lengths:
-                name, sign = next(names), -1 if min(values) < 0 else 1
-                lengths[values] = NumberSource(name=name, offset=OFFSET, sign=sign)
-                given[name], varying[name] = _as_length(sign * own.numbers[position]), {0}
-            numbers[position] = sizes.get(values) or lengths[values]
+            name, dim = known.get(position, ("", -1))
+            size = example.batch.get(name) if dim >= 0 else None
+            if isinstance(size, Tensor) and {size.shape[dim]} == set(values):
+                numbers[position] = NumberSource(name=name, dim=dim)
+            elif not name and values in sizes:
+                numbers[position] = sizes[values]
+            else:
+                # Of one example, equal numbers may be equal by chance: those of one name are equal in others too.
+                if (key := (values, name)) not in lengths:
+                    hole, sign = next(names), -1 if min(values) < 0 else 1
+                    lengths[key] = NumberSource(name=hole, offset=OFFSET, sign=sign)
+                    given[hole], varying[hole] = _as_length(sign * own.numbers[position]), {0}
+                numbers[position] = lengths[key]
         kept = replace(
             template,
             tensors=frozenset(tensors),

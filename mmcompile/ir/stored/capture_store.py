@@ -20,6 +20,7 @@ from mmcompile.errors import OutputError
 from mmcompile.files import write_atomic
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.inputs import FlatBatch
+from mmcompile.ir.replay.hole_sites import HoleSites
 from mmcompile.ir.replay.learning import Example, LearnedTemplate, Learner, ReplayedHoles, without_floats
 from mmcompile.ir.replay.program import ResultShapes
 from mmcompile.ir.replay.replayer import Replayer
@@ -40,6 +41,10 @@ class LearnedRecord:
     """Batches, oldest first; floats are zeros unless the model's Python reads them."""
     place: int
     """Index of the example that the capture was asked for."""
+    sites: HoleSites
+    """Places where batches had been found to differ before."""
+    kept: bool
+    """True if it was made of that example even if others had fewer sizes of 0 and 1."""
     opened: frozenset[str]
     """Paths of modules that are never one step."""
     capture: Capture | None = field(repr=False)
@@ -50,12 +55,23 @@ class LearnedRecord:
     """Digest of the template."""
 
     @classmethod
-    def of(cls, learner: Learner, learned: LearnedTemplate, asked: Example, capture: Capture) -> LearnedRecord:
-        """Return the record of a capture that `learner` has just made."""
+    def of(
+        cls,
+        learner: Learner,
+        learned: LearnedTemplate,
+        asked: Example,
+        capture: Capture,
+        sites: HoleSites,
+        *,
+        kept: bool,
+    ) -> LearnedRecord:
+        """Return the record of a capture that `learner` has just made, given what it was asked for (`Learner.learned`)."""
         examples = learner.examples
         return cls(
             examples=tuple(map(_stripped, examples)),
             place=next(place for place, example in enumerate(examples) if example.batch is asked.batch),
+            sites=sites,
+            kept=kept,
             opened=learner.opened,
             capture=replace(capture, holes=None),
             shapes=dict(learner.shapes),
@@ -79,7 +95,7 @@ class LearnedRecord:
             learner.see(batch)
         asked = next(example for example in learner.examples if example.batch is self.examples[self.place])
         learner.keep_open(self.opened)
-        learned = learner.learned(asked)
+        learned = learner.learned(asked, self.sites, keep_example=self.kept)
         if template_digest(learned) != self.digest:
             raise StoreError("the model's Python makes other calls on the examples")
         learner.use(self.shapes)

@@ -12,6 +12,7 @@ from zoo.free_sizes import free_batch
 
 from mmcompile.ir.capture import capture
 from mmcompile.ir.inputs import FlatBatch, completed
+from mmcompile.ir.replay.hole_sites import HoleSites
 from mmcompile.ir.replay.learned_capture import capture_learned
 from mmcompile.ir.replay.learning import Learner, ReplayedHoles
 from mmcompile.ir.stored.capture_store import LearnedRecord
@@ -27,7 +28,7 @@ def _learned(model: nn.Module) -> tuple[Learner, LearnedRecord, ReplayedHoles]:
     learned = learner.learned(asked)
     found = capture_learned(learner, learned, capture(model, batches[0]).graph.components)
     assert isinstance(found.holes, ReplayedHoles)
-    return learner, LearnedRecord.of(learner, learned, asked, found), found.holes
+    return learner, LearnedRecord.of(learner, learned, asked, found, HoleSites(), kept=False), found.holes
 
 
 def _batch(model: nn.Module, seed: int, media: int) -> FlatBatch:
