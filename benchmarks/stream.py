@@ -2,8 +2,9 @@
 
 The family's own processor makes each microbatch from 0 to 4 pictures of free sizes or clips of free length, and free text. Each
 family is measured in a process of its own (`stream_family.py`), one after another. Promises: at most 3 captures in the first 20
-microbatches, or a reason for each, and none after them; loss and gradients of all equal to eager's to 1e-5 (1e-9 in float64); steps of the engine in
-two processes at 0.9 of the speed of eager in one process with two threads (Qwen2.5-VL: 1.0). Exits with 1 if one is broken.
+microbatches, or a reason for each, and none after them; loss and gradients of all equal to eager's to 1e-5 (1e-9 in float64);
+steps of the engine in two processes at 0.9 of the speed of eager in one process with two threads (Qwen2.5-VL: 1.0). Exits with 1
+if one is broken.
 
     python -P benchmarks/stream.py [FAMILY ...] [--microbatches 200] [--dtype float32] [--rounds 12] [--json] [--out FILE]
 """
