@@ -27,19 +27,20 @@ Medium = Image.Image | np.ndarray
 
 
 def stream(name: str, count: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[Batch]:
-    """Yield `count` microbatches of two conversations with 0 to 4 pictures or clips in them."""
+    """Yield `count` microbatches of two conversations with 0 to 4 pictures or clips in them; of five, one has each number."""
     family = STREAM_FAMILIES[name]
     processor = family.build()
     for index in range(count):
         rng = random.Random(f"{name} {seed} {index}")
-        yield cast_floats(_batch(processor, family, _media(family, rng), rng), dtype)
+        numbers = random.Random(f"{name} {seed} {index // (_MOST + 1)}").sample(range(_MOST + 1), _MOST + 1)
+        yield cast_floats(_batch(processor, family, _media(family, numbers[index % (_MOST + 1)], rng), rng), dtype)
 
 
-def _media(family: FamilyProcessor, rng: random.Random) -> list[list[Medium]]:
-    """Draw the pictures and clips of each row."""
+def _media(family: FamilyProcessor, number: int, rng: random.Random) -> list[list[Medium]]:
+    """Draw the pictures and clips of each row, `number` in all."""
     kinds = [draw for draw, placeholder in ((picture, family.picture), (clip, family.sound)) if placeholder]
     rows: list[list[Medium]] = [[] for _ in range(_ROWS)]
-    for _ in range(rng.randint(0, _MOST)):
+    for _ in range(number):
         rng.choice(rows).append(rng.choice(kinds)(rng))
     return rows
 
