@@ -31,13 +31,14 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from support.oracles.eager import NEGLIGIBLE  # noqa: E402
 from zoo import ALL, FAMILIES  # noqa: E402
-from zoo.checks import COLUMNS, TOLERANCE, UNSTABLE, Check, Row, check_family  # noqa: E402
+from zoo.checks import COLUMNS, COMPARED, FREE, TOLERANCE, UNSTABLE, WARM_UP, Check, Row, check_family  # noqa: E402
+from zoo.free_sizes import FREE_FAMILIES  # noqa: E402
 
 TIMEOUT_S = 600
 WANTED = 115
 
 _OF_OTHER_BATCHES = ("other values", "longer text", "other size")
-_COLUMNS = ("family", "mode", *COLUMNS, "nodes", "s", "dynamic dims", "components", "why not more")
+_COLUMNS = ("family", "mode", *COLUMNS, "nodes", "s", "dynamic dims", "components", "why more captures", "why not more")
 
 
 def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
@@ -109,6 +110,10 @@ def markdown(matrix: Sequence[Row]) -> str:
         "**other size**: more samples, longer text, other number of images. `same graph` ran without a new capture, "
         "`new bucket` through one more, because of sizes that may not vary, or because the model's Python reads other values "
         "from the batch (image grids, numbers of images, whether a mask is all true) than it read from the captured one.",
+        f"- **captures for {FREE} free batches**: of any number of samples and media that the family takes, with text of any "
+        f"length, and for {len(FREE_FAMILIES)} families pictures or clips of any size; that of the captured batch is counted. "
+        f"The first {WARM_UP} are given to `warm_up`, as `mmcompile train` does with its first; the last {COMPARED} are compared "
+        "with eager. **why more captures**: the line of Python that decided, for each after the first.",
         "- **dynamic dims**: input and dims that may vary without a new capture; **why not more** says what fixed the "
         "others. **nodes**: calls in the graph. **s**: seconds to capture.",
         "- **parts frozen**: the graph captured anew with the front of the model frozen (encoders and projectors, or half the "
@@ -136,6 +141,7 @@ def _line(row: Row) -> str:
         f"{row.capture_s:.1f}",
         dynamic or "none",
         components,
+        "; ".join(row.why_captures),
         "; ".join((*row.reasons, *((ended,) if ended else ()))),
     )
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

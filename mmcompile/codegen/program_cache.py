@@ -239,7 +239,8 @@ class Patterns:
         if on_capture is not None:
             self._on_capture = lambda count, reason: on_capture(count + 1, max(total, count + 1), reason)
         try:
-            for key, found in waiting.items():
+            # Families with most batches first: what differs there may differ in the others, of which there are few.
+            for key, found in sorted(waiting.items(), key=lambda item: -len(item[1])):
                 family = self._families[key]
                 if self._sites or len(found) + len(family.examples) >= _BEFORE_LEARNING:
                     self._see(family, found[:_EXAMPLES])

@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from support.graphs.split import even_plan, run_split
 from support.oracles.eager import Outcome, difference, eager_outcome, errors, graph_outcome, misfit
 
 import mmcompile as mm
+from mmcompile.codegen.program_cache import Patterns
 from mmcompile.errors import MMCompileError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.capture_pipeline import annotated
 from mmcompile.runtime.executor import executor
 from zoo import Batch, Family
 from zoo.expected import PATHS, edges_of, kinds_of
+from zoo.free_sizes import free_batches
 from zoo.refused import REFUSED
 
 TOLERANCE = 1e-5
@@ -26,11 +30,16 @@ UNSTABLE = 1e-4
 a recurrence in float32 do that cancel, the graph's may differ by as much as that, but not by more than this."""
 LONGER_TEXT = 9
 """Tokens added for the check of longer text."""
+FREE, WARM_UP, COMPARED = 20, 8, 3
+"""Batches of free sizes: how many, how many of them are given to `warm_up`, and how many of the last are compared with eager."""
+MOST_CAPTURES = 6
+"""Captures after which no more are counted."""
 COLUMNS = {
     "captured batch": "captured_batch",
     "other values": "other_values",
     "longer text": "longer_text",
     "other size": "other_size",
+    "captures for 20 free batches": "free",
     "parts frozen": "frozen",
     "engine step": "engine",
 }
@@ -69,6 +78,10 @@ class Row:
     """The captured samples and media, with more tokens."""
     other_size: Check | None = None
     """More samples, longer text and, where the model takes it, more media a sample."""
+    free: Check | None = None
+    """Twenty batches of free sizes: how many captures they need, and the last ones against eager."""
+    why_captures: tuple[str, ...] = ()
+    """Reason for each of these captures after the first, with the line of Python that decided."""
     frozen: Check | None = None
     """The captured batch, captured anew with parts of the model frozen: the first of `freezings` that differs, if any."""
     engine: Check | None = None
@@ -130,7 +143,8 @@ def check_family(family: Family) -> Row:
         row = replace(row, other_values=_check(model, captured, batch, family.draw(family.first, seed=7)))
         row = replace(row, longer_text=_check(model, captured, batch, family.draw(longer, seed=8)))
         row = replace(row, other_size=_check(model, captured, batch, second))
-        row = replace(row, frozen=_frozen(model, graph, batch))
+        free, reasons = _free(family, model, captured, batch)
+        row = replace(row, free=free, why_captures=reasons, frozen=_frozen(model, graph, batch))
         return replace(row, engine=_engine_step(family, batch))
     except MMCompileError as error:
         return replace(row, refusal=str(error))
@@ -143,6 +157,27 @@ def _check(model: torch.nn.Module, captured: Capture, batch: Batch, other: Batch
         captured = capture(model, other, dynamic=batch, reference=captured.graph.components)
     ok, text = _verdict(model, *_both(model, captured, other), other)
     return Check(ok=ok, misfit=why or "", text=text)
+
+
+def _free(family: Family, model: torch.nn.Module, captured: Capture, batch: Batch) -> tuple[Check, tuple[str, ...]]:
+    """Count the captures that batches of free sizes need, and compare the last ones with eager, stage by stage."""
+    batches = free_batches(family, FREE)
+    first = annotated(captured)
+    patterns = Patterns(model, even_plan(first.graph, {}), first, batch)
+    patterns.warm_up(batches[:WARM_UP])
+    ok, worst = True, "identical"
+    for index, other in enumerate(batches):
+        prepared = patterns.prepare(other)
+        if patterns.num_captures > MOST_CAPTURES:
+            return Check(ok=True, misfit="", text=f"{patterns.num_captures} for {index + 1}"), tuple(patterns.reasons)
+        if index < FREE - COMPARED:
+            continue
+        torch.manual_seed(0)
+        got = run_split(model, prepared.programs, {**prepared.values, **prepared.sizes}).outcome
+        torch.manual_seed(0)
+        one, text = _verdict(model, got, eager_outcome(model, other), other)
+        ok, worst = ok and one, text if not one or worst == "identical" else worst
+    return Check(ok=ok, misfit="", text=f"{patterns.num_captures}, {worst}"), tuple(patterns.reasons)
 
 
 def _verdict(model: torch.nn.Module, got: Outcome, eager: Outcome, batch: Batch) -> tuple[bool, str]:

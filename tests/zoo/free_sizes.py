@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from zoo.family import IGNORE, Batch, Draw, cast_floats
+from zoo.family import IGNORE, Batch, Draw, Family, Size, cast_floats
 from zoo.parts import AUDIO, IMAGE, VISION_END, VISION_START
 
 _SPECIAL = 990
@@ -16,6 +16,25 @@ _TYPED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 """Families that also take the kind of each token."""
 Make = Callable[[Draw, random.Random, int, int], Batch]
 """Function (draw, rng, number of media, rows of text) -> batch."""
+
+
+def free_batches(family: Family, count: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """Return batches of a family with any number of samples and media that it takes; in `FREE_FAMILIES`, media of free sizes."""
+    samples, media = (
+        range(min(pair), max(pair) + 1)
+        for pair in ((family.first.samples, family.second.samples), (family.first.media, family.second.media))
+    )
+    found: list[Batch] = []
+    for seed in range(count):
+        rng = random.Random(f"{family.name} {seed}")
+        if family.name in _MAKERS:
+            found.append(free_batch(family.name, seed, rng.randint(1, 4), dtype))
+            continue
+        size = Size(
+            samples=rng.choice(samples), length=family.first.length + rng.randint(0, 24), media=rng.choice(media)
+        )
+        found.append(family.draw(size, seed=100 + seed, dtype=dtype))
+    return found
 
 
 def free_batch(name: str, seed: int, media: int, dtype: torch.dtype = torch.float32, *, rows: int = 2) -> Batch:
