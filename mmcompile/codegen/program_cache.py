@@ -291,7 +291,7 @@ class Patterns:
                 captured, example = record.restored(learner)
                 self._note_learned(family, self._lowered(captured, example), record, learner)
                 if isinstance(captured.holes, ReplayedHoles):
-                    self._sites = self._sites.with_holes_of(captured.holes.learned)
+                    self._sites = captured.holes.learned.sites_with(self._sites)
         except Exception as error:  # whatever the model's Python raises on an example; a new capture tells why
             self._store.forget(error, _key(batch), self._components)
         if family.records:
@@ -345,7 +345,7 @@ class Patterns:
             self._count(reason)
             record = LearnedRecord.of(learner, learned, asked, captured, self._sites, kept=kept)
             self._note_learned(family, pattern, record, learner)
-            self._sites = self._sites.with_holes_of(learned)
+            self._sites = learned.sites_with(self._sites)
             if self._store is not None:
                 self._store.keep(family.records or (), _key(asked.batch), self._components)
             try:

@@ -6,19 +6,17 @@ differ in its calls. Lines that were reached before are then taken to differ as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from mmcompile.ir.replay.gathers import Layout, layouts
+from mmcompile.ir.replay.program import Sources
 from mmcompile.ir.replay.script import Script
-from mmcompile.ir.replay.script_template import Position
+from mmcompile.ir.replay.script_template import Position, ScriptTemplate
 from mmcompile.ir.replay.values import Value
-
-if TYPE_CHECKING:
-    from mmcompile.ir.replay.learning import LearnedTemplate
 
 Place: TypeAlias = tuple[str, str, int]
 """Name of a function, line that calls it, and index of one of its leaves, or of its results."""
@@ -26,7 +24,7 @@ Place: TypeAlias = tuple[str, str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HoleSites:
-    """What differed between batches, by place."""
+    """Differences between batches, by place."""
 
     dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Name of an input -> dims that differ."""
@@ -39,26 +37,33 @@ class HoleSites:
     def __bool__(self) -> bool:
         return bool(self.dims or self.numbers or self.tensors or self.gathers)
 
-    def with_holes_of(self, learned: LearnedTemplate) -> HoleSites:
-        """Return these places and those of a template's holes."""
+    def with_holes(
+        self, template: ScriptTemplate, sources: Sources, varying: Mapping[str, frozenset[int]], inputs: Container[str]
+    ) -> HoleSites:
+        """Return these places and those of a template's holes.
+
+        Args:
+            template: the template.
+            sources: inputs that fill its holes.
+            varying: name of an input -> dims that differ.
+            inputs: names of the batch's own inputs.
+        """
         numbers: dict[Place, tuple[str, int]] = {}
         shared: dict[str, str] = {}
-        for call in learned.template.script.calls(learned.template.wholes):
+        for call in template.script.calls(template.wholes):
             for leaf in range(len(call.leaves)):
-                source = learned.sources.numbers.get((id(call), leaf))
+                source = sources.numbers.get((id(call), leaf))
                 if source is not None:
                     place = (call.name, call.where, leaf)
                     name = shared.setdefault(source.name, repr(place))
                     numbers[place] = (name, -1) if source.offset else (source.name, source.dim)
-        tensors = {
-            _place(value): learned.varying.get(name, frozenset()) for value, name in learned.sources.tensors.items()
-        }
-        inputs = {name: dims for name, dims in learned.varying.items() if name in learned.example.batch}
+        tensors = {_place(value): varying.get(name, frozenset()) for value, name in sources.tensors.items()}
+        inputs = {name: dims for name, dims in varying.items() if name in inputs}
         return HoleSites(
             dims=_joined(self.dims, inputs),
             numbers={**numbers, **self.numbers},
             tensors=_joined(self.tensors, {place: dims for place, dims in tensors.items() if place is not None}),
-            gathers=self.gathers | {place for value in learned.sources.gathers if (place := _place(value)) is not None},
+            gathers=self.gathers | {place for value in sources.gathers if (place := _place(value)) is not None},
         )
 
     def number_positions(self, script: Script, wholes: frozenset[str]) -> dict[Position, tuple[str, int]]:

@@ -58,6 +58,10 @@ class LearnedTemplate:
     varying: Mapping[str, frozenset[int]]
     """Name of an input -> dims in which examples differ."""
 
+    def sites_with(self, known: HoleSites) -> HoleSites:
+        """Return known places where batches differ, and those of the holes."""
+        return known.with_holes(self.template, self.sources, self.varying, self.example.batch)
+
     def inputs(self, batch: FlatBatch, script: Script) -> dict[str, Tensor]:
         """Return the values of the holes' inputs for a batch.
 
