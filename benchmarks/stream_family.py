@@ -142,6 +142,8 @@ def _race(task: Task, row: Row) -> None:
     """Time steps of the engine in two processes and of eager in one with two threads, in alternating rounds."""
     batches = task.batches()
     steps = [batches[start : start + IN_A_STEP] for start in range(0, len(batches) - IN_A_STEP + 1, IN_A_STEP)]
+    if len(steps) <= task.rounds + WARM_UP // IN_A_STEP:
+        raise RuntimeError(f"{len(steps)} steps are too few for {task.rounds} rounds on new microbatches")
     model, alone = task.model(), task.model()
     plan = mm.plan(model, batches[0], num_microbatches=IN_A_STEP)
     if len({rank for stage in plan.stages for rank in stage.ranks}) != 2:
@@ -149,11 +151,11 @@ def _race(task: Task, row: Row) -> None:
     with mm.parallelize(model, batches[0], plan, optimizer=ADAMW) as engine:
         eager = _eager_step(alone)
         engine.warm_up(steps[: WARM_UP // IN_A_STEP])
-        for step in steps:
+        for step in steps[: -task.rounds]:
             engine.step(step)
         for step in steps[:2]:
             eager(step)
-        times = [_round(engine, eager, steps[index % len(steps)]) for index in range(task.rounds)]
+        times = [_round(engine, eager, step) for step in steps[-task.rounds :]]  # none of them was replayed before
     row.step_ms = tuple(1e3 * statistics.median(kind) for kind in zip(*times, strict=True))  # type: ignore[assignment]
     row.throughput = sum(theirs for _, theirs in times) / sum(ours for ours, _ in times)
 
