@@ -166,10 +166,16 @@ def _value(expression: Any, bound: Mapping[sympy.Symbol, int]) -> Any:
 
 
 def _small_size(guard: Any, bound: Mapping[sympy.Symbol, int]) -> sympy.Expr | None:
-    """Return the size that a guard keeps from being 0 or 1, if it is that; None if the guard has another reason."""
-    sides = guard.args if isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt, sympy.Ne)) else ()
+    """Return the size that a guard keeps from being 0 or 1, if it is that; None if the guard has another reason.
+
+    `4*s >= 2` keeps `4*s` from it, and so does `2*s != 2` the symbol `s`.
+    """
+    if isinstance(guard, sympy.Ne):
+        symbols: set[Any] = guard.free_symbols  # type: ignore[assignment]
+        return next((symbol for symbol in symbols if bound.get(symbol, 2) < 2), None)
+    sides = guard.args if isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)) else ()
     found = next((side for side in sides if not side.is_number), None)
-    apart = len(sides) == 2 and any(side.is_number and side in (0, 1, 2) for side in sides)
+    apart = any(side.is_number and side in (0, 1, 2) for side in sides)
     return found if apart and _value(found, bound) in (0, 1) else None
 
 

@@ -144,3 +144,19 @@ def test_nodes_have_concrete_example_values_and_symbolic_shapes(symbolic: tuple[
         if "symbolic_shape" in node.meta:
             assert tuple(evaluate(size, bound) for size in node.meta["symbolic_shape"]) == tuple(node.meta["val"].shape)
     assert not [n for n in nodes if n.op == "call_function" and isinstance(n.meta["val"], torch.SymInt)]
+
+
+def test_guards_that_keep_sizes_from_0_and_1_hold_where_small_sizes_may() -> None:
+    guards = (sympy.Ge(4 * s - 8, 2), sympy.Ne(2 * t, 2))
+    sizes = Sizes(inputs={"x": (s, t)}, guards=guards)
+    assert sizes.bind(_shapes(x=(3, 4))) is not None and sizes.small({s: 3, t: 4}) == []
+    assert sizes.bind(_shapes(x=(2, 4))) is None
+    assert sizes.bind(_shapes(x=(2, 4)), small=True) == {s: 2, t: 4} and sizes.small({s: 2, t: 4}) == ["4*s - 8"]
+    assert sizes.bind(_shapes(x=(3, 1)), small=True) == {s: 3, t: 1} and sizes.small({s: 3, t: 1}) == ["t"]
+
+
+def test_a_guard_with_another_reason_is_never_left_out() -> None:
+    sizes = Sizes(inputs={"x": (s, t)}, guards=(sympy.Eq(s, t), sympy.Le(s, 8)))
+    assert sizes.bind(_shapes(x=(1, 2)), small=True) is None
+    assert sizes.bind(_shapes(x=(9, 9)), small=True) is None
+    assert sizes.bind(_shapes(x=(1, 1)), small=True) == {s: 1, t: 1}
