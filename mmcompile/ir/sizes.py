@@ -61,9 +61,8 @@ class Sizes:
     def small(self, bound: Mapping[sympy.Symbol, int]) -> list[str]:
         """Return the sizes that are 0 or 1, given symbol -> value, though the graph was captured for larger ones."""
         guarded = (_small_size(guard, bound) for guard in self.guards if not _value(guard, bound))
-        return [str(symbol) for symbol, size in bound.items() if size < 2] + [
-            str(size) for size in guarded if size is not None
-        ]
+        small = [symbol for symbol, size in bound.items() if size < 2]
+        return list(dict.fromkeys(str(size) for size in (*small, *guarded) if size is not None))
 
     def misfit(self, batch: Mapping[str, torch.Tensor]) -> str:
         """Return the reason for which `bind` refuses a batch, in words: the input and its size, or the condition on sizes."""
@@ -165,13 +164,13 @@ def _value(expression: Any, bound: Mapping[sympy.Symbol, int]) -> Any:
         return None
 
 
-def _small_size(guard: Any, bound: Mapping[sympy.Symbol, int]) -> sympy.Expr | None:
+def _small_size(guard: Any, bound: Mapping[sympy.Symbol, int]) -> Any:
     """Return the size that a guard keeps from being 0 or 1, if it is that; None if the guard has another reason.
 
     `4*s >= 2` keeps `4*s` from it, and so does `2*s != 2` the symbol `s`.
     """
     if isinstance(guard, sympy.Ne):
-        symbols: set[Any] = guard.free_symbols  # type: ignore[assignment]
+        symbols: set[Any] = guard.free_symbols
         return next((symbol for symbol in symbols if bound.get(symbol, 2) < 2), None)
     sides = guard.args if isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)) else ()
     found = next((side for side in sides if not side.is_number), None)
