@@ -43,6 +43,8 @@ from mmcompile.runtime.optim.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.optim.param_groups import ParameterGroup
 
 _WARM_STEPS = 2
+_CAPTURES = "captures"
+"""Name of the folder of captures in that of a run."""
 
 
 def elastic(
@@ -145,7 +147,8 @@ def elastic_job(
         balance: balancer, or its name, that assigns the samples of a step to microbatches.
         save_every: number of steps between checkpoints; by default only the end is saved.
         allow_unused: train although some of what is set to train gets no gradient.
-        cache, on_capture: as for `parallelize`.
+        cache: folder of captures that all nodes share, so that a new rank 0 has those of earlier ones; by default in `folder`.
+        on_capture: as for `parallelize`.
 
     Raises:
         PlanError: the plan has no templates, or is of another model.
@@ -164,7 +167,7 @@ def elastic_job(
             "with more microbatches"
         )
     resilience = _resilience(plan)
-    subject = CapturedModel.of(model, batch, cache=cache)
+    subject = CapturedModel.of(model, batch, cache=Path(folder) / _CAPTURES if cache is None else cache)
     captured = subject.capture()
     check_fingerprint(plan, fingerprint_of(captured.graph))
     if not allow_unused:

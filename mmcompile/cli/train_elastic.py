@@ -89,7 +89,7 @@ def train_elastic(
     Args:
         allow_unused: train although some of what is set to train gets no gradient.
         folder: folder of the log, the events and checkpoints; None to keep them no longer than the run.
-        cache: folder of captures; None for none.
+        cache: folder of captures; None for one in `folder`.
         at: name of this node and address of its coordinator; None to play all nodes here.
         save: folder of the checkpoint of the end.
         export: folder of the trained model.

@@ -12,8 +12,10 @@ from typing import Any
 
 from mmcompile.codegen.source import LayerChoices, layer_names
 from mmcompile.codegen.token_shards import first_shard
+from mmcompile.errors import PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.capture_pipeline import GRADIENTS, run_on_capture
 from mmcompile.passes.catalog import STAGES, in_order
@@ -27,13 +29,16 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.planning_passes import context_parallel, graph_passes
 
 
-def passes_for(plan: Plan, graph: ModelGraph, own: Sequence[AnyPass] = ()) -> tuple[AnyPass, ...]:
+def passes_for(
+    plan: Plan, graph: ModelGraph, own: Sequence[AnyPass] = (), shards: Mapping[str, TensorShard] | None = None
+) -> tuple[AnyPass, ...]:
     """Return the passes of `STAGES` that a plan needs, in order; gradient-flow has run at capture.
 
     Args:
         plan: plan that decides which passes run, and their options.
         graph: captured graph; it lacks the vision encoder if the batch has no images.
         own: passes of the user.
+        shards: shardings in the first capture of the model (`ModelGraph.shards`); None where this is the first.
     """
     names = {component.name for component in graph.components}
     present = [(chain, name) for chain in plan.chains for name in chain.components if name in names]
@@ -43,7 +48,7 @@ def passes_for(plan: Plan, graph: ModelGraph, own: Sequence[AnyPass] = ()) -> tu
     passes: dict[str, tuple[AnyPass, ...]] = {
         **graph_passes(plan.attention, plan.autocast, own),
         "context-parallel": (context_parallel(graph, tokens, plan.head_stride),) if tokens > 1 else (),
-        "tensor-parallel": (TensorParallel(degrees=tensors),) if tensors else (),
+        "tensor-parallel": (TensorParallel(degrees=tensors, tables=tuple(shards or ())),) if tensors else (),
         "sharded-parameters": (ShardedParameters(degrees=replicas),) if replicas else (),
     }
     return in_order(STAGES, passes)
@@ -56,6 +61,7 @@ def with_stage_passes(
     *,
     validated: set[str] | None = None,
     own: Sequence[AnyPass] = (),
+    shards: Mapping[str, TensorShard] | None = None,
 ) -> Capture:
     """Return the capture that the ranks of a plan run: all passes of `passes_for` applied, gradient flow annotated.
 
@@ -66,14 +72,19 @@ def with_stage_passes(
             (`mmcompile.passes.tensor_parallel.validation.layer_check`), and `ModelGraph.rewrites` lists the kinds not checked.
         validated: kinds of layers that need no check; those that pass it are added, for later captures of the model.
         own: passes of the user.
+        shards: shardings in the first capture of the model (`ModelGraph.shards`), which hold for all later ones; None for the
+            first.
 
     Raises:
         ConfigError: autocast has no effect, or a pass of the user requires what none before it ensures.
-        PlanError: tokens, a chain's tensors, or its parameters over replicas cannot be sharded as the plan requires.
+        PlanError: tokens, a chain's tensors, or its parameters over replicas cannot be sharded as the plan requires, or as in
+            the first capture.
         VerifyError: ranks that share tensors compute something else than the whole layer, or a rewrite broke a rule of graphs.
     """
-    found = run_on_capture(capture, passes_for(plan, capture.graph, own))
+    found = run_on_capture(capture, passes_for(plan, capture.graph, own, shards))
     result = found.capture
+    if shards is not None:
+        _check_same_shards(result.graph, shards)
     for rewrite, whole, sharded in found.made:
         if batch is not None and isinstance(rewrite, TensorParallel):
             lines = _check_shards(result, whole, sharded, batch, plan.context_parallel, validated)
@@ -91,6 +102,22 @@ def layer_choices(graph: ModelGraph, plan: Plan) -> LayerChoices:
         recompute=found.of(recomputed),
         deferred=found.of(deferred) if deferred in analyses else {},
     )
+
+
+def _check_same_shards(graph: ModelGraph, shards: Mapping[str, TensorShard]) -> None:
+    """Raise PlanError if a parameter that a graph reads is sharded otherwise than in `shards`: ranks would have two of it."""
+    read = {graph.specs[str(n.target)].name for n in graph.module.graph.nodes if n.target in graph.specs}
+    for name in sorted(read):
+        if graph.shards.get(name) != shards.get(name):
+            first, this = _described(shards.get(name)), _described(graph.shards.get(name))
+            raise PlanError(
+                f"the first capture of the model has {name} {first}, this one {this}, and all captures share its "
+                "parameters; plan with tensor_parallel=1, and please report the model and the batch"
+            )
+
+
+def _described(shard: TensorShard | None) -> str:
+    return "whole" if shard is None else f"sharded over {shard.count} ranks in dim {shard.dim} (blocks {shard.blocks})"
 
 
 def _check_shards(

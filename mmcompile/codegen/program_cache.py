@@ -33,6 +33,7 @@ from mmcompile.ir.replay.learned_capture import capture_learned
 from mmcompile.ir.replay.learning import HOLE_PREFIX, Example, Learner, ReplayedHoles
 from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.ir.stored.capture_store import CaptureStore, LearnedRecord
+from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.base import AnyPass
 from mmcompile.passes.capture_pipeline import WORDS, annotated
 from mmcompile.passes.context_parallel.token_axis import LOCAL_TOKENS
@@ -123,8 +124,10 @@ class _Family:
     """Batches that were captured. Dims in which later ones differ from the first are made symbolic, if possible."""
     learner: Learner | None = None
     """Learns one capture for all batches, once captures of single batches do not hold for the next; None before."""
-    records: list[LearnedRecord] | None = None
-    """Records of the learned captures, for the store; None until the store was asked for those of earlier runs."""
+    records: list[LearnedRecord] = field(default_factory=list)
+    """Records of the learned captures, for the store."""
+    seen: set[str] = field(default_factory=set)
+    """Digests of records that were made here, or found in the store."""
     varying: dict[str, set[int]] = field(default_factory=dict)
     """Input name -> dims in which any later batch differed from the first: candidates for symbolic sizes."""
 
@@ -170,6 +173,8 @@ class Patterns:
         self._elsewhere: FillElsewhere | None = None
         self._validated: set[str] = set()
         """Kinds of sharded layers that a check found equal to the unsharded layer."""
+        self._shards: Mapping[str, TensorShard] | None = None
+        """Shardings of parameters in the first capture."""
         self.num_captures = 1
         self.reasons: list[str] = []
         """Reason for each later capture, with the line of Python that decided."""
@@ -281,22 +286,23 @@ class Patterns:
         raise Mismatch(reasons[-1])
 
     def _restored(self, batch: FlatBatch, family: _Family) -> bool:
-        """Add the patterns that earlier runs learned for a family, once; return whether there are any."""
-        if self._store is None or family.records is not None:
+        """Add patterns of a family that earlier runs or an earlier rank 0 learned; return whether there are new ones."""
+        stored = () if self._store is None else self._store.learned(_key(batch), self._components)
+        if self._store is None or not (new := [record for record in stored if record.digest not in family.seen]):
             return False
-        family.records = []
-        learner = family.learner or Learner(self._model)
+        family.seen |= {record.digest for record in new}
+        known, learner = len(family.records), Learner(self._model)
         try:
-            for record in self._store.learned(_key(batch), self._components):
+            for record in new:
                 captured, example = record.restored(learner)
                 self._note_learned(family, self._lowered(captured, example), record, learner)
                 if isinstance(captured.holes, ReplayedHoles):
                     self._sites = captured.holes.learned.sites_with(self._sites)
         except Exception as error:  # whatever the model's Python raises on an example; a new capture tells why
             self._store.forget(error, _key(batch), self._components)
-        if family.records:
+        if len(family.records) > known:
             family.learner = learner
-        return bool(family.records)
+        return len(family.records) > known
 
     def replay_elsewhere(self, fill: FillElsewhere) -> None:
         """Fill the holes of learned captures, later ones too, by `fill` where it can, and by replays here where it cannot."""
@@ -311,7 +317,8 @@ class Patterns:
 
     def _note_learned(self, family: _Family, pattern: _Pattern, record: LearnedRecord, learner: Learner) -> None:
         family.patterns.append(pattern)  # last: a batch that an earlier one fits runs the same programs as before
-        family.records = [*(family.records or ()), record]
+        family.records.append(record)
+        family.seen.add(record.digest)
         self._learned.append((pattern, record, learner))
         self._connect(pattern, record, learner)
 
@@ -347,7 +354,7 @@ class Patterns:
             self._note_learned(family, pattern, record, learner)
             self._sites = learned.sites_with(self._sites)
             if self._store is not None:
-                self._store.keep(family.records or (), _key(asked.batch), self._components)
+                self._store.keep(family.records, _key(asked.batch), self._components)
             try:
                 return pattern.match(asked.batch)
             except Mismatch as error:
@@ -380,7 +387,11 @@ class Patterns:
         self.reasons.append(reason)
 
     def _lowered(self, captured: Capture, batch: FlatBatch) -> _Pattern:
-        captured = with_stage_passes(captured, self._plan, batch, validated=self._validated, own=self._passes)
+        captured = with_stage_passes(
+            captured, self._plan, batch, validated=self._validated, own=self._passes, shards=self._shards
+        )
+        if self._shards is None:
+            self._shards = captured.graph.shards
         programs = lower(captured, self._plan)
         links = {p.name for program in programs.programs.values() for p in program.inputs if p.kind == "link"}
         nodes = captured.graph.module.graph.nodes

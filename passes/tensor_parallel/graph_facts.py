@@ -65,6 +65,8 @@ class GraphFacts:
     """Looks up layers, parameters and readers of a graph whose `carries_gradient` is set; computed once for all degrees."""
 
     graph: ModelGraph
+    tables: Set[str] = frozenset()
+    """First names of parameters that are known to be tables of token embeddings."""
     layers: Mapping[tuple[str, int], Sequence[fx.Node]] = field(init=False)
     """(component, layer) -> its call nodes in graph order."""
     parameters: Mapping[str, str] = field(init=False)

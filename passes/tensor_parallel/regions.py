@@ -101,7 +101,8 @@ def _table_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard:
     component = layer.whole.graph.component(component_of(node))
     # A decoder's tokens may be the labels, shifted.
     labels = _inputs(loss.all_input_nodes[1] for loss in layer.whole.losses)
-    if not _inputs([ids]) & {*component.sources, *labels}:
+    known = layer.whole.name_of(table) in layer.whole.tables
+    if not known and not _inputs([ids]) & {*component.sources, *labels}:
         raise Refusal(node, "it looks up positions or kinds, not tokens of an input")
     rows = shape(table)[0]
     if rows % count:

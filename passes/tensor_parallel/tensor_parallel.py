@@ -47,6 +47,8 @@ class TensorParallel(Rewrite):
 
     degrees: tuple[tuple[str, int], ...]
     """Pairs (component, number of ranks over which its weights are sharded); the number is 1 for other components."""
+    tables: tuple[str, ...] = ()
+    """Parameters that are known to be tables of token embeddings, in a graph that has their ids as an input of its own."""
     group: str = TENSOR_GROUP
     """Name of the process group of the ranks that shard a component; a process is in at most one such group."""
 
@@ -67,7 +69,7 @@ class TensorParallel(Rewrite):
             raise ConfigError("this graph is sharded already; give all degrees to one pass tensor-parallel")
         degrees = dict.fromkeys((component.name for component in graph.components), 1) | dict(self.degrees)
         made = copied(graph)
-        facts = GraphFacts(graph=made)
+        facts = GraphFacts(graph=made, tables=frozenset(self.tables))
         found = shardings(facts, degrees)
         if not any(sharding.regions or sharding.embeddings for sharding in found.values()):
             raise PlanError("; ".join(_why_nothing(sharding) for sharding in found.values()))

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from support.graphs.split import even_plan
-from support.models.tensor_blocks import Block, Ways, batch
+from support.models.tensor_blocks import Block, Ways, batch, gated
 from torch import Tensor
 from zoo import ALL
 
 import mmcompile as mm
 from mmcompile.captured_model import captured_step
 from mmcompile.codegen.pipeline import passes_for, with_stage_passes
+from mmcompile.errors import PlanError
 from mmcompile.ir.compat import FakeTensorMode
 from mmcompile.ir.inputs import completed
 from mmcompile.passes.catalog import OWN, STAGES
@@ -62,6 +63,24 @@ def test_what_was_not_checked_is_told() -> None:
     with pytest.warns(UserWarning, match="tensor-parallel: layer 1 of language_model .* not checked: rand_like = "):
         graph = with_stage_passes(found, plan, batch()).graph
     assert "not checked" in graph.rewrites[-1]
+
+
+class Moved(Ways):
+    """Looks up ids that nothing shows to be those of an input."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(input_ids * 1, labels)
+
+
+def test_later_captures_shard_parameters_as_the_first_does() -> None:
+    first, later = (captured_step(made({"gated": gated}), batch()) for made in (Ways, Moved))
+    plan = shared(even_plan(first.graph, {}), 2)
+    shards = with_stage_passes(first, plan).graph.shards
+    assert "embed.weight" in shards and "embed.weight" not in with_stage_passes(later, plan).graph.shards
+    assert with_stage_passes(later, plan, shards=shards).graph.shards == shards
+    whole = {name: shard for name, shard in shards.items() if name != "head.weight"}
+    with pytest.raises(PlanError, match=r"head\.weight whole, this one sharded over 2 ranks in dim 0"):
+        with_stage_passes(later, plan, shards=whole)
 
 
 def test_plans_and_sources_are_made_without_weights() -> None:

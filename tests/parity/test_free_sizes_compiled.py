@@ -22,6 +22,8 @@ LEARNED = 3
 """Steps in which everything is captured."""
 WARM = 5
 """Steps after which nothing is compiled: by then a microbatch with a single picture, another case for compilers, has run."""
+EQUAL = 1
+"""Index of the step with a microbatch whose rows are equally long: its mask is all true, which is captured apart."""
 CHECKED = 5
 """Every how many steps loss and gradients are compared with those of the eager model."""
 
@@ -34,12 +36,14 @@ def test_fifty_steps_capture_and_compile_nothing_after_warm_up(family: str, monk
     """A microbatch of two samples each, all of which differ."""
     compute_in_float64(monkeypatch)
     batches = [[collate(step[:2]), collate(step[2:])] for step in free_steps(family, STEPS)]
+    batches[EQUAL][1] = collate([free_steps(family, STEPS)[EQUAL][2]] * 2)
     model, load = free_model(family, Freeze.NONE), partial(load_compiled_stage, backend="aot_eager")
     plan = mm.plan(
         model, batches[0][0], num_microbatches=2, projector="with_encoder" if PARTS[family].projectors else None
     )
     subject = CapturedModel.of(model, batches[0][0])
     patterns = Patterns(subject.model, plan, subject.capture(), subject.batch)
+    patterns.warm_up([batch for step in batches[:LEARNED] for batch in step])
     counts: list[tuple[int, int]] = []
     for number, step in enumerate(batches):
         for batch in step:

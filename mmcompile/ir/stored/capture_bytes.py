@@ -165,8 +165,8 @@ def _tensor(
 
 
 def _attributes(module: fx.GraphModule) -> dict[str, Any]:
-    """Return what a module's graph reads from it, by name."""
-    found: dict[str, Any] = {}
+    """Return what a module's graph reads from it, and its other parameters, by name."""
+    found: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     for node in module.graph.find_nodes(op="get_attr"):
         value: Any = module
         for part in str(node.target).split("."):
@@ -221,4 +221,17 @@ def _module(name: str, attributes: Mapping[str, Any], records: list[tuple[Any, .
         if node.name != node_name:
             raise ValueError(f"node {node_name} became {node.name}")
         node.meta = dict(meta)
-    return fx.GraphModule(dict(attributes), graph, name)
+    module = fx.GraphModule(dict(attributes), graph, name)
+    for path, value in attributes.items():  # GraphModule takes only what its graph reads
+        _assign(module, path, value)
+    return module
+
+
+def _assign(module: nn.Module, path: str, value: Any) -> None:
+    *owners, name = path.split(".")
+    for owner in owners:
+        if not hasattr(module, owner):
+            module.add_module(owner, nn.Module())
+        module = getattr(module, owner)
+    if not hasattr(module, name):
+        setattr(module, name, value)

@@ -47,8 +47,9 @@ def test_a_capture_is_the_same_after_a_round_trip(name: str) -> None:
 
 
 def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
+    """Not of batches without pictures either, which read only a part of the parameters."""
     name = "qwen2_5_vl"
-    batches = [free_batch(name, 50 + index, media, torch.float64) for index, media in enumerate((2, 3, 2, 4, 3))]
+    batches = [free_batch(name, 50 + index, media, torch.float64) for index, media in enumerate((2, 3, 2, 4, 3, 0, 0))]
     told: list[list[str]] = []
     for _ in range(2):
         model = ALL[name].build(torch.float64)
@@ -70,7 +71,45 @@ def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
             prepared = patterns.prepare(batch)
             run = run_split(model, prepared.programs, {**prepared.values, **prepared.sizes})
             assert (gap := difference(run.outcome, eager_from_logits(model, batch)[0])).within(1e-9), str(gap)
-    assert [len(reasons) for reasons in told] == [1, 0]
+    assert [len(reasons) for reasons in told] == [2, 0]
+
+
+class Repeated(nn.Module):
+    """A layer that runs as often as an input tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: Tensor) -> dict[str, Tensor]:
+        for _ in range(int(times)):
+            x = torch.tanh(self.layer(x))
+        return {"loss": x.square().mean()}
+
+
+def test_what_another_process_learned_meanwhile_is_not_captured_again(tmp_path: Path) -> None:
+    model = Repeated()
+    batches = [
+        {"x": torch.randn(rows, 4), "times": torch.tensor(times)} for rows, times in ((5, 1), (7, 1), (6, 2), (8, 3))
+    ]
+    subject = CapturedModel.of(model, batches[0], cache=tmp_path)
+    first = subject.capture()
+    told: tuple[list[str], list[str]] = [], []
+    ours, theirs = (
+        Patterns(
+            model,
+            even_plan(first.graph, {}),
+            first,
+            batches[0],
+            lambda _, reason, reasons=reasons: reasons.append(reason),
+            store=subject.store,
+        )
+        for reasons in told
+    )
+    for batch in batches:  # the store is asked again after it gave what was learned from the third batch
+        patterns = ours.prepare(batch).programs.pattern, theirs.prepare(batch).programs.pattern
+        assert patterns[0] == patterns[1]
+    assert len(told[0]) == 3 and not told[1], told
 
 
 class Small(nn.Module):
