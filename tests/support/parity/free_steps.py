@@ -22,11 +22,18 @@ SAMPLES = 4
 
 def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models that ask for float32 where rounding matters (losses, rotations, norms) compute in float64 there."""
-    new_zeros = torch.Tensor.new_zeros
+    new_zeros, to = torch.Tensor.new_zeros, torch.Tensor.to
 
     def wide_zeros(self: Tensor, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         return new_zeros(self, *size, dtype=torch.float64 if dtype == torch.float32 else dtype, **options)
 
+    def wide(option: Any) -> Any:
+        return torch.float64 if option is torch.float32 else option
+
+    def wide_to(self: Tensor, *target: Any, **options: Any) -> Tensor:
+        return to(self, *map(wide, target), **{name: wide(option) for name, option in options.items()})
+
+    monkeypatch.setattr(torch.Tensor, "to", wide_to)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch.Tensor, "new_zeros", wide_zeros)
 
