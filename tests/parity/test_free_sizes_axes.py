@@ -64,6 +64,8 @@ AXES = {
 }
 LATER = {("lfm2_vl", "joint"): 1}
 """Captures after the warm-up: a microbatch whose only picture fills its canvas has no mask, and the warm-up sees none."""
+ROUNDED = ("glm4v",)
+"""Families whose norms round to float32, so that a last bit of float64, which sums in another order change, becomes 6e-8."""
 FAMILIES = ("glm4v", "kimi_k25", "pixtral", "mistral3", "llava_next", "lfm2_vl", "qwen2_audio", "qwen3_vl")
 CASES = [
     *(("qwen2_5_vl", axes) for axes in AXES),
@@ -73,14 +75,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_in_float64(monkeypatch)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_processes_train_as_one_does_on_samples_of_free_sizes(family: str, name: str) -> None:
+def test_processes_train_as_one_does_on_samples_of_free_sizes(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_in_float64(monkeypatch, casts=family in ROUNDED)
     axes = AXES[name]
     steps, wanted = free_steps(family, STEPS), trained_alone(family, axes.freeze, STEPS)
     model, batch = free_model(family, axes.freeze), collate(steps[0][:2])
@@ -112,8 +112,11 @@ def test_processes_train_as_one_does_on_samples_of_free_sizes(family: str, name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v", "qwen3_vl", "qwen2_audio"])
-def test_packed_rows_of_free_sizes_train_as_their_samples_do_in_one_process(family: str) -> None:
+def test_packed_rows_of_free_sizes_train_as_their_samples_do_in_one_process(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The two samples of a microbatch are one row."""
+    compute_in_float64(monkeypatch, casts=family in ROUNDED)
     steps, wanted = free_steps(family, STEPS), trained_alone(family, Freeze.NONE, STEPS)
     model = free_model(family, Freeze.NONE)
     plan = mm.plan(model, packing=steps[0][:2], num_microbatches=2)

@@ -20,8 +20,12 @@ SAMPLES = 4
 """Samples of a step, where nothing is said."""
 
 
-def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models that ask for float32 where rounding matters (losses, rotations, norms) compute in float64 there."""
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, *, casts: bool = False) -> None:
+    """Let models that ask for float32 where rounding matters (losses, rotations, norms) compute in float64 there.
+
+    Args:
+        casts: also where they ask by `Tensor.to`, as norms do.
+    """
     new_zeros, to = torch.Tensor.new_zeros, torch.Tensor.to
 
     def wide_zeros(self: Tensor, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -33,7 +37,8 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide_to(self: Tensor, *target: Any, **options: Any) -> Tensor:
         return to(self, *map(wide, target), **{name: wide(option) for name, option in options.items()})
 
-    monkeypatch.setattr(torch.Tensor, "to", wide_to)
+    if casts:
+        monkeypatch.setattr(torch.Tensor, "to", wide_to)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch.Tensor, "new_zeros", wide_zeros)
 
