@@ -143,6 +143,24 @@ class Learner:
         """Paths of the modules whose calls are never one step."""
         return frozenset(self._open)
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """Paths of all modules that any batch called."""
+        return frozenset(self._paths)
+
+    @property
+    def loops(self) -> LoopSites:
+        """Places where batches were found to call another number of times."""
+        return self._loops
+
+    def know(self, paths: Collection[str], opened: Collection[str], loops: LoopSites) -> None:
+        """Record what another learner of the same model found on batches of which it keeps no example."""
+        self._paths |= set(paths)
+        self._loops = LoopSites(
+            sites=self._loops.sites | loops.sites, row_modules=self._loops.row_modules | loops.row_modules
+        )
+        self.keep_open(opened)
+
     def keep_open(self, paths: Collection[str]) -> None:
         """Record modules whose calls, and those of the modules around them, are never one step."""
         self._open |= {path[:end] for path in paths for end, mark in enumerate(f"{path}.") if mark == "."}

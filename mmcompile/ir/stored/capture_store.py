@@ -22,6 +22,7 @@ from mmcompile.ir.capture import Capture
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.replay.hole_sites import HoleSites
 from mmcompile.ir.replay.learning import Example, LearnedTemplate, Learner, ReplayedHoles, without_floats
+from mmcompile.ir.replay.loops import LoopSites
 from mmcompile.ir.replay.program import ResultShapes
 from mmcompile.ir.replay.replayer import Replayer
 from mmcompile.ir.stored.capture_bytes import StoreError, decoded, encoded
@@ -45,8 +46,12 @@ class LearnedRecord:
     """Places where batches had been found to differ before."""
     kept: bool
     """True if it was made of that example even if others had fewer sizes of 0 and 1."""
+    paths: frozenset[str]
+    """Paths of all modules that any batch called."""
     opened: frozenset[str]
     """Paths of modules that are never one step."""
+    loops: LoopSites
+    """Places where batches were found to call another number of times."""
     capture: Capture | None = field(repr=False)
     """The capture without holes; None where it is not needed."""
     shapes: dict[str, ResultShapes]
@@ -72,7 +77,9 @@ class LearnedRecord:
             place=next(place for place, example in enumerate(examples) if example.batch is asked.batch),
             sites=sites,
             kept=kept,
+            paths=learner.paths,
             opened=learner.opened,
+            loops=learner.loops,
             capture=replace(capture, holes=None),
             shapes=dict(learner.shapes),
             digest=template_digest(learned),
@@ -91,10 +98,10 @@ class LearnedRecord:
         Raises:
             StoreError: the model's Python makes other calls on the examples than when the record was made.
         """
+        learner.know(self.paths, self.opened, self.loops)
         for batch in self.examples:
             learner.see(batch)
         asked = next(example for example in learner.examples if example.batch is self.examples[self.place])
-        learner.keep_open(self.opened)
         learned = learner.learned(asked, self.sites, keep_example=self.kept)
         if template_digest(learned) != self.digest:
             raise StoreError("the model's Python makes other calls on the examples")
