@@ -128,6 +128,7 @@ def _captured(devices: int) -> ElasticJob:
         data=batches("map"),
         num_steps=1,
         folder="",
+        cache=os.environ["MMCOMPILE_CACHE"],
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5),
         clip_norm=1.0,
