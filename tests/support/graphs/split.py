@@ -153,7 +153,8 @@ def run_split(
         results, deferred = load(program, tensors).run_deferring(*arguments)
         made |= {port.name: result for port, result in zip(program.outputs, results, strict=True) if port.peers}
         ran.append(_Ran(program=program, arguments=arguments, results=results, deferred=deferred))
-    loss_sum, num_tokens = ran[-1].results[-2:]
+    own = [result for port, result in zip(ran[-1].program.outputs, ran[-1].results, strict=True) if not port.peers]
+    loss_sum, num_tokens = own if len(own) == 2 else (own[0], torch.ones(()))  # a mean that is no sum over tokens
     crossings = tuple(_backward(ran, made, num_tokens))
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     outcome = Outcome(loss=float(loss_sum.detach() / num_tokens), gradients=gradients)
