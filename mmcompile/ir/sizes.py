@@ -41,20 +41,9 @@ class Sizes:
             batch: input name -> tensor.
             small: whether sizes may be 0 or 1 (`small`); if not, they are refused, since they mean something else (broadcasting).
         """
-        bound: dict[sympy.Symbol, int] = {}
-        for name, shape in self.inputs.items():
-            actual = batch[name].shape
-            if len(actual) != len(shape):
-                return None
-            for size, expected in zip(actual, shape, strict=True):
-                if isinstance(expected, sympy.Symbol) and bound.setdefault(expected, int(size)) != size:
-                    return None
-        self._solve(batch, bound)
-        if not small and any(value < 2 for value in bound.values()):
+        bound, reason = self._bound(batch)
+        if reason or not small and any(value < 2 for value in bound.values()):
             return None
-        for name, shape in self.inputs.items():
-            if any(evaluate(e, bound) != int(size) for size, e in zip(batch[name].shape, shape, strict=True)):
-                return None
         failed = (guard for guard in self.guards if not _value(guard, bound))
         return bound if all(small and _small_size(guard, bound) is not None for guard in failed) else None
 
@@ -66,26 +55,33 @@ class Sizes:
 
     def misfit(self, batch: Mapping[str, torch.Tensor]) -> str:
         """Return the reason for which `bind` refuses a batch, in words: the input and its size, or the condition on sizes."""
-        bound: dict[sympy.Symbol, int] = {}
-        for name, shape in self.inputs.items():
-            actual = tuple(batch[name].shape)
-            if len(actual) != len(shape):
-                return f"{name} has {len(actual)} dims, in the captured batch {len(shape)}"
-            for dim, (size, expected) in enumerate(zip(actual, shape, strict=True)):
-                if isinstance(expected, int) and size != expected:
-                    return f"{name} has size {size} in dim {dim}, in the captured batch {expected}"
-                if isinstance(expected, sympy.Symbol) and bound.setdefault(expected, size) != size:
-                    return f"{name} has size {size} in dim {dim}, another input has {bound[expected]} for it"
-        self._solve(batch, bound)
-        for name, shape in self.inputs.items():
-            for dim, (size, expected) in enumerate(zip(batch[name].shape, shape, strict=True)):
-                if evaluate(expected, bound) != size:
-                    return f"{name} has size {size} in dim {dim}, which is not {expected}"
+        bound, reason = self._bound(batch)
+        if reason:
+            return reason
         broken = next((guard for guard in self.guards if not _value(guard, bound)), None)
         if broken is not None:
             return f"sizes break a condition of the graph: {broken}, where {_named(self.inputs, broken)}"
         small = ", ".join(_named(self.inputs, symbol) for symbol, size in bound.items() if size < 2)
         return f"sizes of 0 or 1, with which other functions are called: {small}"
+
+    def _bound(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[sympy.Symbol, int], str]:
+        """Return (symbol -> value, reason for which the shapes of a batch are not those of the graph; empty if they are)."""
+        bound: dict[sympy.Symbol, int] = {}
+        for name, shape in self.inputs.items():
+            actual = tuple(batch[name].shape)
+            if len(actual) != len(shape):
+                return bound, f"{name} has {len(actual)} dims, in the captured batch {len(shape)}"
+            for dim, (size, expected) in enumerate(zip(actual, shape, strict=True)):
+                if isinstance(expected, int) and size != expected:
+                    return bound, f"{name} has size {size} in dim {dim}, in the captured batch {expected}"
+                if isinstance(expected, sympy.Symbol) and bound.setdefault(expected, size) != size:
+                    return bound, f"{name} has size {size} in dim {dim}, another input has {bound[expected]} for it"
+        self._solve(batch, bound)
+        for name, shape in self.inputs.items():
+            for dim, (size, expected) in enumerate(zip(batch[name].shape, shape, strict=True)):
+                if evaluate(expected, bound) != size:
+                    return bound, f"{name} has size {size} in dim {dim}, which is not {expected}"
+        return bound, ""
 
     def _solve(self, batch: Mapping[str, torch.Tensor], bound: dict[sympy.Symbol, int]) -> None:
         """Add the values of symbols that are the size of no input, but follow from one: `4*s` is 8."""

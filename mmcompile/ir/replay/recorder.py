@@ -336,11 +336,12 @@ class Recorder(TorchFunctionMode):
             return None
         pieces = [self.value_of(piece) for piece in args[0]]
         first = pieces[0].origins[0][0] if pieces and pieces[0].origins else None
-        if first is None or first.name not in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        if first is None or first.name not in (*functions.SPLITS, "chunk"):
             return None
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         source = first.leaves[0]
-        cut = next((x for x in _split_dim(first)), 0)
+        given, options = rebuild(first.structure, iter(first.leaves))
+        cut = given[2] if len(given) > 2 else options.get("dim", 0)
         same = len(first.results) == len(pieces) and all(a is b for a, b in zip(first.results, pieces, strict=True))
         return source.tensor if same and dim % source.tensor.dim() == cut % source.tensor.dim() else None
 
@@ -354,11 +355,6 @@ def _any_values(leaf: Value) -> Tensor:
 def _is_indexed_by_activations(call: Call) -> bool:
     further = (leaf for leaf in call.leaves[1:] if isinstance(leaf, Value))
     return call.name in functions.INDEXES and any(not leaf.host for leaf in further)
-
-
-def _split_dim(call: Call) -> Generator[int]:
-    args, kwargs = rebuild(call.structure, iter(call.leaves))
-    yield args[2] if len(args) > 2 else kwargs.get("dim", 0)
 
 
 _SILENT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)

@@ -7,14 +7,10 @@ samples. It ends when its socket is closed, at the latest with the process that 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import select
 import socket
-import subprocess
 import sys
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar, final
 
@@ -25,14 +21,13 @@ from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.comm.framing import frame, receive_frame
-from mmcompile.runtime.launch.local_workers import worker_environment
+from mmcompile.runtime.launch.background_process import BackgroundProcess
 
 T = TypeVar("T")
 
 _NICE = 10
 _MODULE = "mmcompile.runtime.launch.background_balancer"
 """Name of this module. It is run as a process, with the file descriptor of a socket as its argument."""
-_END_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +58,7 @@ class _Answer:
 
 
 @final
-class BackgroundBalancer(Balancer):
+class BackgroundBalancer(BackgroundProcess, Balancer):
     """Assigns samples in another process once that is ready, and in this one until then; both give the same assignment.
 
     Args:
@@ -74,51 +69,19 @@ class BackgroundBalancer(Balancer):
     name: ClassVar[str] = "aside"
 
     def __init__(self, inner: Balancer, recipe: Recipe) -> None:
+        super().__init__(_MODULE, "the balancer's process ended; steps are balanced in this process from now on")
         self.inner = inner
         self._recipe = recipe
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
-        self._up = False
 
     @property
     def title(self) -> str:
         """Title of the balancer `inner`: its name, with options that are not the default."""
         return self.inner.title
 
-    @property
-    def is_up(self) -> bool:
-        """True once the process is ready to assign."""
-        if not self._up and self._line is not None and select.select([self._line], [], [], 0)[0]:
-            self._up = self._heard() is not None
-        return self._up
-
     def start(self) -> None:
         """Start the process without waiting for it; a second call has no effect."""
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
-                env=worker_environment(),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                # A session of its own: Ctrl-C in the terminal is not for it.
-                start_new_session=True,
-            )
-        self._line = ours
-        self._tell(self._recipe)
-
-    def close(self) -> None:
-        """End the balancer's process. Safe to call twice."""
-        if self._line is not None:
-            self._line.close()
-        self._line, self._up = None, False
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-            self._process.kill()
-            self._process.wait()
+        if self._process is None:
+            self._start(_encoded(self._recipe))
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         """Return the assignment of samples to microbatches: made in the other process if that is ready, else by `self.inner`."""
@@ -128,29 +91,14 @@ class BackgroundBalancer(Balancer):
         """Return the assignment of samples to microbatches as by `assign`, and the balancer's explanation of it as text."""
         if not self.is_up:
             return self.inner.explained(costs, grid)
-        self._tell(_Question(costs=costs, grid=grid))
-        answer = self._heard()
-        if answer is None:
+        self._tell(_encoded(_Question(costs=costs, grid=grid)))
+        data = self._heard()
+        if data is None:
             return self.inner.explained(costs, grid)
+        answer = _decoded(data, _Answer)
         if answer.assignment is None:
             raise ConfigError(answer.error)
         return answer.assignment, answer.reason
-
-    def _tell(self, message: object) -> None:
-        assert self._line is not None, "the process was not started"
-        with contextlib.suppress(OSError):  # what is read next tells that it is gone
-            _send(self._line, message)
-
-    def _heard(self) -> _Answer | None:
-        assert self._line is not None, "the process was not started"
-        answer = None
-        with contextlib.suppress(OSError):
-            answer = _received(self._line, _Answer)
-        if answer is None:
-            self._line.close()
-            self._line, self._up = None, False
-            warnings.warn("the balancer's process ended; steps are balanced in this process from now on", stacklevel=2)
-        return answer
 
 
 def serve(line: socket.socket) -> None:
@@ -160,13 +108,13 @@ def serve(line: socket.socket) -> None:
     if recipe is None:
         return
     balancer = recipe.make()
-    _send(line, _Answer())
+    line.sendall(frame(_encoded(_Answer())))
     while (question := _received(line, _Question)) is not None:
         try:
             assignment, reason = balancer.explained(question.costs, question.grid)
-            _send(line, _Answer(assignment=assignment, reason=reason))
+            line.sendall(frame(_encoded(_Answer(assignment=assignment, reason=reason))))
         except ConfigError as error:
-            _send(line, _Answer(error=str(error)))
+            line.sendall(frame(_encoded(_Answer(error=str(error)))))
 
 
 def _yield_cores() -> None:
@@ -177,14 +125,17 @@ def _yield_cores() -> None:
         os.nice(_NICE)
 
 
-def _send(line: socket.socket, message: object) -> None:
-    data = msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
-    line.sendall(frame(data))
+def _encoded(message: object) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
+
+
+def _decoded(data: bytes, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
 
 
 def _received(line: socket.socket, kind: type[T]) -> T | None:
     data = receive_frame(line)
-    return None if data is None else msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
+    return None if data is None else _decoded(data, kind)
 
 
 def _array(_: type, value: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:

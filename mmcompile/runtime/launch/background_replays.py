@@ -7,14 +7,10 @@ It ends when its socket is closed, at the latest with the process that started i
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
-import select
 import socket
-import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,19 +24,18 @@ from mmcompile.ir.compat import FakeTensorMode
 from mmcompile.ir.inputs import FlatBatch
 from mmcompile.ir.replay.learning import Learner, ReplayedHoles, without_floats
 from mmcompile.ir.stored.capture_store import LearnedRecord
-from mmcompile.runtime.comm.framing import frame, receive_frame
-from mmcompile.runtime.launch.local_workers import worker_environment
+from mmcompile.runtime.comm.framing import receive_frame
+from mmcompile.runtime.launch.background_process import BackgroundProcess, send_bytes
 
 _MODULE = "mmcompile.runtime.launch.background_replays"
 """Name of this module. It is run as a process, with the file descriptor of a socket as its argument."""
-_END_S = 1.0
 
 
 _Replayed: TypeAlias = tuple[Mapping[str, Tensor] | None, str, frozenset[str]]
 """(Values of the holes, or None; text of the mismatch; paths of the modules that are never one step, after the replay)."""
 
 
-class BackgroundReplays:
+class BackgroundReplays(BackgroundProcess):
     """Fills holes in another process once that is ready; `fill` returns None until then, and after the process ended.
 
     Args:
@@ -48,10 +43,8 @@ class BackgroundReplays:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(_MODULE, "the process of replays ended; this process replays from now on")
         self._model = model
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
-        self._up = False
         self._known: dict[int, LearnedRecord] = {}
         """Identity of a record that the process has -> the record."""
         self.num_filled = 0
@@ -68,19 +61,7 @@ class BackgroundReplays:
                 f"the model's Python is replayed in this process, as the model cannot be sent: {error}", stacklevel=2
             )
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
-                env=worker_environment(),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                # A session of its own: Ctrl-C in the terminal is not for it.
-                start_new_session=True,
-            )
-        self._line = ours
-        # The process reads only once it has imported torch.
-        threading.Thread(target=_send_bytes, args=(ours, data), daemon=True).start()
+        self._start(data)
 
     def fill(self, learner: Learner, record: LearnedRecord, batch: FlatBatch) -> dict[str, Tensor] | None:
         """Return the holes' values of a batch; None if this process must replay: the other is not ready, or found that it cannot.
@@ -88,15 +69,16 @@ class BackgroundReplays:
         Raises:
             Mismatch: modules that were taken to be one step call something else for the batch.
         """
-        if not self._is_up():
+        if not self.is_up:
             return None
         if id(record) not in self._known:
             self._known[id(record)] = record
-            self._tell((id(learner), id(record), replace(record, capture=None)))
-        self._tell((id(record), without_floats(batch)))
-        answer = self._heard()
-        if answer is None:
+            self._tell(pickle.dumps((id(learner), id(record), replace(record, capture=None))))
+        self._tell(pickle.dumps((id(record), without_floats(batch))))
+        data = self._heard()
+        if data is None:
             return None
+        answer: _Replayed = pickle.loads(data)  # noqa: S301 (of the process that was started here)
         given, reason, opened = answer
         if opened - learner.opened:
             learner.keep_open(opened)
@@ -105,38 +87,6 @@ class BackgroundReplays:
             return None
         self.num_filled += 1
         return dict(given)
-
-    def close(self) -> None:
-        """End the process. Safe to call twice."""
-        if self._line is not None:
-            self._line.close()
-        self._line, self._up = None, False
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-            self._process.kill()
-            self._process.wait()
-
-    def _is_up(self) -> bool:
-        if not self._up and self._line is not None and select.select([self._line], [], [], 0)[0]:
-            self._up = self._heard() is not None
-        return self._up
-
-    def _tell(self, message: object) -> None:
-        assert self._line is not None, "the process was not started"
-        _send_bytes(self._line, pickle.dumps(message))
-
-    def _heard(self) -> _Replayed | None:
-        assert self._line is not None, "the process was not started"
-        data = None
-        with contextlib.suppress(OSError):
-            data = receive_frame(self._line)
-        if data is not None:
-            return pickle.loads(data)  # noqa: S301 (of the process that was started here)
-        self._line.close()
-        self._line, self._up = None, False
-        warnings.warn("the process of replays ended; this process replays from now on", stacklevel=2)
-        return None
 
 
 def serve(line: socket.socket) -> None:
@@ -148,7 +98,7 @@ def serve(line: socket.socket) -> None:
     model: nn.Module = _ModelUnpickler(io.BytesIO(data)).load()
     learners: dict[int, Learner] = {}
     holes: dict[int, ReplayedHoles] = {}
-    _send_bytes(line, pickle.dumps((None, "", frozenset())))
+    send_bytes(line, pickle.dumps((None, "", frozenset())))
     while (data := receive_frame(line)) is not None:
         match pickle.loads(data):  # noqa: S301 (of the process that started this one)
             case (int(family), int(number), LearnedRecord() as record):
@@ -164,12 +114,7 @@ def serve(line: socket.socket) -> None:
                     Exception
                 ) as error:  # whatever the model's Python raises; the other process replays and tells why
                     reason = str(error)
-                _send_bytes(line, pickle.dumps((given, reason, found.learner.opened)))
-
-
-def _send_bytes(line: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # what is read next tells that the other process is gone
-        line.sendall(frame(data))
+                send_bytes(line, pickle.dumps((given, reason, found.learner.opened)))
 
 
 def _without_weights(model: nn.Module) -> bytes:
