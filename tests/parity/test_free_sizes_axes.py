@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.oracles.one_process import ADAMW
+from support.oracles.one_process import ADAMW, TrainingRun
 from support.parity.free_steps import compute_in_float64, free_model, free_steps, trained_alone
 from support.parity.layouts import PARTS, Freeze
 from support.parity.three_steps import assert_same_parameters
 from support.processes.time_limit import time_limit
 from torch import nn
+from zoo import Batch
 
 import mmcompile as mm
 from mmcompile.data.collate import collate
@@ -85,28 +86,16 @@ def test_processes_train_as_one_does_on_samples_of_free_sizes(
     steps, wanted = free_steps(family, STEPS), trained_alone(family, axes.freeze, STEPS)
     model, batch = free_model(family, axes.freeze), collate(steps[0][:2])
     plan = axes.planned(family, model, batch)
-    captured: list[str] = []
-    losses: list[float] = []
-    with (
-        time_limit(LIMIT_S),
-        mm.parallelize(
-            model,
-            batch,
-            plan,
-            balance=axes.balance,
-            allow_unused=True,
-            check_rows=axes.balance != "arrival",
-            optimizer=ADAMW,
-            on_capture=lambda _, reason: captured.append(f"step {len(losses)}: {reason}"),
-        ) as engine,
-    ):
-        engine.warm_up(steps[:SEEN])
-        captured.clear()
-        for step in steps:
-            losses.append(engine.step(step).loss)
-        got = engine.state_dict()
-    assert losses == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
-    assert_same_parameters(got, wanted.parameters, TOLERANCE)
+    captured = _train_alike(
+        steps,
+        wanted,
+        model,
+        batch,
+        plan,
+        balance=axes.balance,
+        allow_unused=True,
+        check_rows=axes.balance != "arrival",
+    )
     assert len(captured) <= LATER.get((family, name), 0), captured
 
 
@@ -120,17 +109,23 @@ def test_packed_rows_of_free_sizes_train_as_their_samples_do_in_one_process(
     steps, wanted = free_steps(family, STEPS), trained_alone(family, Freeze.NONE, STEPS)
     model = free_model(family, Freeze.NONE)
     plan = mm.plan(model, packing=steps[0][:2], num_microbatches=2)
+    assert not _train_alike(steps, wanted, model, plan=plan, packing=steps[0][:2], balance="arrival")
+
+
+def _train_alike(
+    steps: Sequence[list[Batch]], wanted: TrainingRun, model: nn.Module, *given: Any, **options: Any
+) -> list[str]:
+    """Train with an engine, compare it with one process, and return the captures after the warm-up: step and reason."""
     captured: list[str] = []
     losses: list[float] = []
     with (
         time_limit(LIMIT_S),
         mm.parallelize(
             model,
-            plan=plan,
-            packing=steps[0][:2],
-            balance="arrival",
+            *given,
             optimizer=ADAMW,
             on_capture=lambda _, reason: captured.append(f"step {len(losses)}: {reason}"),
+            **options,
         ) as engine,
     ):
         engine.warm_up(steps[:SEEN])
@@ -140,4 +135,4 @@ def test_packed_rows_of_free_sizes_train_as_their_samples_do_in_one_process(
         got = engine.state_dict()
     assert losses == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
     assert_same_parameters(got, wanted.parameters, TOLERANCE)
-    assert not captured
+    return captured

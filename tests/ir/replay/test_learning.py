@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracles.eager import difference, eager_outcome, graph_outcome
+from support.graphs.learned import check, learned
 from torch import Tensor, nn
 from zoo import ALL
 from zoo.free_sizes import free_batch
@@ -16,33 +16,21 @@ from mmcompile.errors import CaptureError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import FlatBatch, completed
-from mmcompile.ir.replay.learned_capture import capture_learned
 from mmcompile.ir.replay.learning import Learner
 
 FAMILIES = ("qwen2_5_vl", "glm4v", "pixtral", "llava_next", "lfm2_vl", "qwen2_audio")
 SLOW = ("qwen2_vl", "mistral3", "idefics2", "idefics3", "smolvlm", "qwen3_vl", "kimi_k25")
 
 
-def learned(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Capture:
+def after_plain(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Capture:
     """Capture a model from some batches, with the components of a plain capture."""
-    components = capture(model, batches[0]).graph.components
-    learner = Learner(model)
-    examples = [learner.see(completed(model, batch)) for batch in batches]
-    return capture_learned(learner, learner.learned(examples[-1]), components)
-
-
-def check(model: nn.Module, found: Capture, batch: Mapping[str, Tensor]) -> None:
-    """Compare the captured graph with the model itself on a batch for which it holds."""
-    flat = completed(model, batch)
-    assert found.bound(flat, found.filled(flat)) is not None
-    outcome = graph_outcome(model, found, flat)
-    assert (gap := difference(outcome, eager_outcome(model, batch))).within(1e-5), str(gap)
+    return learned(model, batches, capture(model, batches[0]).graph.components)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_one_capture_holds_for_media_of_any_number_and_size(name: str) -> None:
     model = ALL[name].build()
-    found = learned(model, [free_batch(name, seed, media) for seed, media in ((1, 2), (2, 3), (3, 2))])
+    found = after_plain(model, [free_batch(name, seed, media) for seed, media in ((1, 2), (2, 3), (3, 2))])
     for seed, media in ((11, 3), (12, 2), (13, 4)):
         check(model, found, free_batch(name, seed, media))
 
@@ -76,7 +64,7 @@ def _crops(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
 
 def test_crops_of_any_number_are_one_gather_and_written_tables_come_from_the_host() -> None:
     model = Crops()
-    found = learned(model, [_crops(3, 5), _crops(4, 2, 6)])
+    found = after_plain(model, [_crops(3, 5), _crops(4, 2, 6)])
     for lengths in ((2, 2), (7, 3, 4, 5), (9, 1)):
         check(model, found, _crops(*lengths, seed=sum(lengths)))
     assert sum(node.target is torch.ops.aten.cat.default for node in found.graph.module.graph.nodes) == 0
@@ -84,7 +72,7 @@ def test_crops_of_any_number_are_one_gather_and_written_tables_come_from_the_hos
 
 def test_one_row_holds_where_no_function_asks_for_its_number() -> None:
     model = Crops()
-    found = learned(model, [_crops(3, 5), _crops(4, 2, 6)])
+    found = after_plain(model, [_crops(3, 5), _crops(4, 2, 6)])
     check(model, found, _crops(4))
 
 
@@ -102,7 +90,7 @@ class Branching(nn.Module):
 
 def test_another_branch_is_another_capture_and_names_its_line() -> None:
     model = Branching()
-    found = learned(model, [{"x": torch.randn(n, 4), "kind": torch.ones(n, dtype=torch.long)} for n in (2, 3)])
+    found = after_plain(model, [{"x": torch.randn(n, 4), "kind": torch.ones(n, dtype=torch.long)} for n in (2, 3)])
     with pytest.raises(Mismatch, match="one: one where the other batch calls linear"):
         found.filled(completed(model, {"x": torch.randn(3, 4), "kind": torch.zeros(3, dtype=torch.long)}))
 
@@ -134,7 +122,7 @@ def test_what_a_forward_leaves_in_a_module_is_not_taken_for_an_argument() -> Non
     model = Remembering()
     batches = [{"x": torch.randn(n, 4), "factor": torch.tensor([n])} for n in (2, 3)]
     with pytest.raises(CaptureError, match="otherwise than the model does"):
-        learned(model, batches)
+        after_plain(model, batches)
 
 
 class Asking(nn.Module):
@@ -154,7 +142,7 @@ def test_questions_about_float_inputs_are_answered_by_the_host() -> None:
         return {"x": torch.cat([torch.randn(kept, 4), torch.zeros(empty, 4)])}
 
     model = Asking()
-    found = learned(model, [rows(3, 1), rows(2, 3)])
+    found = after_plain(model, [rows(3, 1), rows(2, 3)])
     for kept, empty in ((4, 4), (5, 0), (2, 1)):
         check(model, found, rows(kept, empty))
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracles.eager import difference, eager_outcome, graph_outcome
+from support.graphs.learned import check, learned
 from torch import Tensor, nn
 
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture_errors import Mismatch
 from mmcompile.ir.inputs import completed
-from mmcompile.ir.replay.learned_capture import capture_learned
 from mmcompile.ir.replay.learning import Learner
 
 aten = torch.ops.aten
@@ -52,7 +49,7 @@ class Projected(Tower):
 class Resized(Tower):
     """Each image at half its size."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
 
@@ -104,26 +101,13 @@ def batch(*grid: tuple[int, int], part: int = 1, seed: int = 0) -> dict[str, Ten
     }
 
 
-def learned(model: nn.Module, *batches: Mapping[str, Tensor]) -> Capture:
-    learner = Learner(model)
-    examples = [learner.see(completed(model, given)) for given in batches]
-    return capture_learned(learner, learner.learned(examples[-1]), None)
-
-
-def check(model: nn.Module, found: Capture, given: Mapping[str, Tensor]) -> None:
-    flat = completed(model, given)
-    assert found.bound(flat, found.filled(flat)) is not None
-    gap = difference(graph_outcome(model, found, flat), eager_outcome(model, given))
-    assert gap.within(1e-5), str(gap)
-
-
 def num(found: Capture, name: str) -> int:
     return sum(name in str(node.target) for node in found.graph.module.graph.nodes if node.op == "call_function")
 
 
 def test_layers_that_treat_rows_alike_run_once_for_all_images() -> None:
     model = Projected()
-    found = learned(model, batch((2, 4), (4, 4)), batch((4, 2), (2, 6), (4, 4)))
+    found = learned(model, [batch((2, 4), (4, 4)), batch((4, 2), (2, 6), (4, 4))])
     assert (num(found, "layer_norm"), num(found, "gelu"), num(found, "addmm") + num(found, "linear")) == (1, 1, 2)
     for grid in (((2, 2),), ((6, 2), (2, 2)), ((2, 4), (4, 6), (2, 2), (8, 2))):
         check(model, found, batch(*grid, seed=len(grid)))
@@ -143,7 +127,7 @@ def test_layers_that_treat_rows_alike_run_once_for_all_images() -> None:
 )
 def test_a_resize_of_every_image_is_a_weighted_sum_of_rows(options: dict[str, object]) -> None:
     model = Resized(**options)
-    found = learned(model, batch((4, 8), (4, 4), part=4), batch((4, 4), (6, 4), (8, 4), part=4))
+    found = learned(model, [batch((4, 8), (4, 4), part=4), batch((4, 4), (6, 4), (8, 4), part=4)])
     assert not num(found, "upsample")
     for grid in (((4, 10),), ((6, 6), (4, 4)), ((8, 8), (4, 6), (4, 4), (10, 6))):
         check(model, found, batch(*grid, part=4, seed=len(grid)))
@@ -151,14 +135,14 @@ def test_a_resize_of_every_image_is_a_weighted_sum_of_rows(options: dict[str, ob
 
 def test_a_table_resized_for_every_image_is_read_once() -> None:
     model = Positioned()
-    found = learned(model, batch((2, 4), (4, 4)), batch((7, 2), (9, 6), (3, 3)))
+    found = learned(model, [batch((2, 4), (4, 4)), batch((7, 2), (9, 6), (3, 3))])
     for grid in (((5, 5),), ((12, 2), (2, 2)), ((2, 4), (4, 6), (7, 7), (8, 2))):
         check(model, found, batch(*grid, seed=len(grid)))
 
 
 def test_a_turn_that_needs_the_one_before_is_not_packed() -> None:
     model = Chained()
-    found = learned(model, batch((2, 4), (4, 4)), batch((4, 2), (2, 6), (4, 4)))
+    found = learned(model, [batch((2, 4), (4, 4)), batch((4, 2), (2, 6), (4, 4))])
     check(model, found, batch((4, 2), (2, 6), (4, 4), seed=5))
     with pytest.raises(Mismatch, match=r"test_loops.py:\d+|layer"):
         found.filled(completed(model, batch((2, 4), (4, 4))))
@@ -182,7 +166,7 @@ def test_clips_padded_to_the_longest_are_one_gather() -> None:
     sounds = [
         {"sound": torch.randn(sum(n), 6), "lengths": torch.tensor(n)} for n in ((5, 3), (4, 9, 2), (7,), (3, 3, 11, 2))
     ]
-    found = learned(model, *sounds[:2])
+    found = learned(model, sounds[:2])
     for sound in sounds:
         check(model, found, sound)
     assert num(found, "aten.index.Tensor") == 1
@@ -202,7 +186,7 @@ class Last(nn.Module):
 def test_bounds_below_zero_may_differ() -> None:
     model = Last()
     batches = [{"rows": torch.randn(9 + n, 6), "count": torch.tensor(n)} for n in (2, 5, 3, 7)]
-    found = learned(model, *batches[:2])
+    found = learned(model, batches[:2])
     for given in batches:
         check(model, found, given)
 
